@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -46,10 +46,33 @@ def opened(*overrides: str, folder: Path | None = None, given: Any = None) -> It
         yield run
 
 
-def trained(*overrides: str, folder: Path | None = None) -> Summary:
-    """The summary of a run that was trained to its end."""
-    with opened(*overrides, folder=folder) as run:
+def trained(
+    *overrides: str, folder: Path | None = None, given: Any = None, hooks: Iterable[Hook] = ()
+) -> Summary:
+    """The summary of a run that was trained to its end, with these hooks after its own."""
+    with opened(*overrides, folder=folder, given=given) as run:
+        run.hooks += hooks
         return train(run)
+
+
+def weights(run: Run) -> dict[str, Any]:
+    """Copies of the model's weights and buffers by name."""
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def differences(one: Any, other: Any, path: str = "") -> list[str]:
+    """The paths of the values in nested state that differ, bit by bit; a NaN is equal to a NaN."""
+    from torch import Tensor, equal  # only now: most sessions of a few tests never need it
+
+    if isinstance(one, dict) and isinstance(other, dict):
+        pairs = [(one.get(k), other.get(k), f"{path}.{k}") for k in one | other]
+    elif isinstance(one, list | tuple) and len(one) == len(other):
+        pairs = [(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, other, strict=True))]
+    elif isinstance(one, Tensor):
+        return [] if isinstance(other, Tensor) and equal(one, other) else [path]
+    else:
+        return [] if one == other or (one != one and other != other) else [path]
+    return [name for pair in pairs for name in differences(*pair)]
 
 
 class AtSteps(Hook):
@@ -66,6 +89,15 @@ class AtSteps(Hook):
 def interrupt(run: Run) -> None:
     """Send SIGTERM to this process, as an action after a step."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Killed(BaseException):
+    """Ends a session as nothing that is handled does."""
+
+
+def kill(run: Run) -> None:
+    """End the session, as an action after a step."""
+    raise Killed
 
 
 def status(summary: Summary, name: str) -> TechniqueStatus:
@@ -88,6 +120,14 @@ def faults(folder: Path, kind: str = "") -> list[dict[str, Any]]:
     """The faults in a run's history, all or those of a kind."""
     every: list[dict[str, Any]] = debug_file(folder, "history")["faults"]
     return [fault for fault in every if kind in ("", fault["kind"])]
+
+
+def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Steps and values of a chart of TensorBoard's."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
 def rows(folder: Path, *splits: str) -> list[dict[str, Any]]:

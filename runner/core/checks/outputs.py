@@ -6,7 +6,7 @@ Training and validation never use this: a loss must see the model's raw output.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -87,22 +87,6 @@ def describe_changes(changes: Mapping[str, int]) -> str:
     """Return a text such as `2 NaN, 1 beyond their limits`; empty without changes."""
     names = zip(CAUSES, CAUSE_NAMES, strict=True)
     return ", ".join(f"{changes[name]:,} {cause}" for name, cause in names if changes.get(name))
-
-
-class OutputChangeCounter:
-    """A model's forward that counts the changes its outputs need, and returns them unchanged."""
-
-    def __init__(
-        self, forward: Callable[..., Any], count_changes: Callable[[Any], Changes]
-    ) -> None:
-        self.forward, self.count_changes = forward, count_changes
-        self.changes = Changes()
-
-    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        """Return the output of the forward, and add its changes to `changes`."""
-        output = self.forward(*inputs, **keywords)
-        self.changes = self.changes + self.count_changes(output)
-        return output
 
 
 def _sanitise_tensor(

@@ -13,7 +13,7 @@ from runner import rooms
 from runner.core.build.build import build
 from runner.core.build.setup import Components
 from runner.core.checks.model import ModelCheck
-from runner.core.checks.outputs import Changes, OutputChangeCounter, describe_changes, sanitise
+from runner.core.checks.outputs import Changes, describe_changes, sanitise
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset
 from runner.core.errors import ConfigError, RunnerError
@@ -89,20 +89,25 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
     if not limits.enabled:
         return evaluate(run)
 
-    def find_changes(output: Any) -> Changes:
-        is_regression = run.sizes.task == "regression" and isinstance(output, Tensor)
-        if not is_regression:
-            return sanitise(output)[1] if tensors(output) else Changes()
-        values = run.sizes.in_target_unit(output)
-        return sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)[1]
+    forward, changes = run.forward, Changes()
 
-    forward = run.forward
-    run.forward = watched_forward = OutputChangeCounter(forward, find_changes)
+    def watched_forward(*inputs: Any, **keywords: Any) -> Any:
+        nonlocal changes
+        output = forward(*inputs, **keywords)
+        if run.sizes.task == "regression" and isinstance(output, Tensor):
+            values = run.sizes.in_target_unit(output)
+            _, own = sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)
+            changes += own
+        elif tensors(output):
+            changes += sanitise(output)[1]
+        return output
+
+    run.forward = watched_forward
     try:
         evaluation = evaluate(run)
     finally:
         run.forward = forward
-    changed = describe_changes(watched_forward.changes.read())  # the only host sync for this
+    changed = describe_changes(changes.read())  # the only host sync for this
     if changed:
         run.history.add(
             "outputs", f"outputs on the validation set: {changed}", step=run.progress.step,

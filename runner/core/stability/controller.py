@@ -123,10 +123,6 @@ class StabilityController:
             self.decision.message += "; no good checkpoint to roll back to"
             self.decision.stuck = True
 
-    def has_finite_weights(self) -> bool:
-        """Return whether weights, averages and buffers are finite (host sync); True unguarded."""
-        return not self.config.guard or self.are_weights_finite()
-
     def are_weights_finite(self) -> bool:
         """Return whether weights, averages and buffers are finite (host sync)."""
         weights = [*self.update.parameters, *self.update.average]

@@ -45,7 +45,8 @@ def save(run: Run, best: bool = False, final: bool = False, failed: bool = False
         if run.shards is not None and run.shards.is_lost:
             log.warning("step %d: not saved: some of its shards are lost", run.progress.step)
             return
-        if not final and not run.stability.has_finite_weights():
+        guarded = run.stability.config.guard and not final
+        if guarded and not run.stability.are_weights_finite():
             log.warning("step %d: not saved: the weights are not finite", run.progress.step)
             return
         bad = first_bad_step(run)

@@ -1,18 +1,20 @@
-"""One line for what would otherwise be a surprise: lengths, gradients, paths, interpolations."""
+"""One line for what would otherwise be a surprise: sizes, lengths, gradients, paths."""
 
 from __future__ import annotations
 
 import io
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 
-from runner import compose, train
+from runner import build, compose
 from runner.core.errors import ConfigError
+from runner.core.interfaces.run import Run
 from runner.core.jobs.run_report import RunSummaryTable
 from runner.core.record.console import EscapingConsole
-from tests.runs import OURS, TABLE, command, opened
+from tests.runs import OURS, TABLE, command, opened, trained
 
 
 @pytest.mark.parametrize(("warmup", "is_named"), [(21, True), (20, False), (0.5, False)])
@@ -59,8 +61,7 @@ def test_batch_norm_with_micro_batches_is_named_once_in_the_end_table(
 ) -> None:
     small = ["model.stages=1", "model.blocks=1"] if model == "cnn" else []
     overrides = [f"model={model}", "model.width=4", *small, "training.steps=1", *typed]
-    with opened("data=digits", "checkpoint=off", *overrides) as run:
-        summary = train(run)
+    summary = trained("data=digits", "checkpoint=off", *overrides)
     table = EscapingConsole(file=io.StringIO(), width=200)
     table.print(RunSummaryTable(summary, tmp_path))
     text = table.file.getvalue()
@@ -75,8 +76,7 @@ def test_gradients_that_user_code_leaves_off_are_named(
     typed = (*OURS, "data=cancer", "model._target_=my_package.GradientsOff", "training.steps=3")
     try:
         with pytest.raises(RuntimeError, match="does not require grad"):  # noqa: SIM117
-            with opened(*typed, f"+model.place={place}", "optimization=none") as run:
-                train(run)
+            trained(*typed, f"+model.place={place}", "optimization=none")
     finally:
         torch.set_grad_enabled(True)
     assert f"{place} " in caplog.text and "leaves torch's gradients off" in caplog.text
@@ -113,3 +113,36 @@ def test_an_interpolation_that_fails_in_a_command_names_the_key(
     failed = command(tmp_path, *flags, "job.kind=${nope}")
     assert failed.returncode == 2
     assert failed.stderr.startswith("error: job.kind: Interpolation key 'nope' not found")
+
+
+DATA = ["data=cancer", "model=mlp", "training.steps=2"]
+
+
+def work(run: Run) -> str:
+    """What threads are chosen by; who else is busy on the machine comes after it."""
+    (reason,) = [c.reason for c in run.choices if c.key == "device.threads"]
+    assert "MFLOP" in reason
+    return reason.partition(",")[0]
+
+
+def test_a_batch_size_above_the_sample_count_uses_all_samples_and_warns_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with build(compose([*DATA, "training.batch_size=1000"])) as run:
+        there = run.train.samples(0)
+        asked = ["training.batch_size=100000", "training.micro_batch=90000"]
+    with build(compose([*DATA, f"training.batch_size={there}", "optimization=basic"])) as run:
+        expected = work(run)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "runner"):
+        with build(compose([*DATA, *asked, "optimization=basic"])) as run:
+            assert run.micro_batch == run.train.samples(0) == there
+            assert run.train.steps_per_epoch == 1
+            assert work(run) == expected  # figures are of the batch that runs
+    (said,) = [m for m in caplog.messages if "training.batch_size" in m]
+    assert "training.batch_size=100000" in said and f"{there} training samples" in said
+
+
+def test_it_is_an_error_where_such_a_batch_would_be_dropped() -> None:
+    with pytest.raises(ConfigError, match="training.batch_size: 100000 exceeds"):
+        build(compose([*DATA, "training.batch_size=100000", "data.drop_last=true"])).close()

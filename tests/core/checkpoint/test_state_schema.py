@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import build, compose
 from runner.core.checkpoint.manifest import STATE
 from runner.core.checkpoint.reading import load_checkpoint
 from runner.core.checkpoint.state_schema import check_state
 from runner.core.errors import CheckpointError
+from tests import runs
 from tests.core.checkpoint.test_checkpoint_damage import forge_file
 
 OVERRIDES = """
@@ -30,8 +31,7 @@ Change = Callable[[dict[str, Any]], object]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints of the steps 3 and 6."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    with build(compose(OVERRIDES), folder) as run:
-        train(run)
+    runs.trained(*OVERRIDES, folder=folder)
     return folder
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,16 +43,3 @@ class Spoiled(Dataset):
 
 def spoiled(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
     return build(compose([*QUIET, *overrides]), folder, Components(data=data))
-
-
-def weights(run: Run) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in run.model.state_dict().items()}
-
-
-def same(some: dict[str, Any], others: dict[str, Any]) -> bool:
-    return all(torch.equal(some[name], others[name]) for name in others) and len(some) > 0
-
-
-def faults(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "debug/history.json").read_text())["faults"]
-    return found

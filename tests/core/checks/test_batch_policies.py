@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner import build, compose, train
+from runner import Summary, build, compose, train
 from runner.core.build.setup import Components
 from runner.core.data.dataset import TensorsDataset
 from runner.core.errors import DataError, Interrupted
-from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
-from tests.core.checks.spoiled import FEATURES, QUIET, Spoiled, faults, same, spoiled, weights
+from tests.core.checks.spoiled import FEATURES, QUIET, Spoiled, spoiled
+from tests.runs import AtSteps, differences, faults, interrupt, weights
 
 
 class Past(Hook):
@@ -28,13 +29,14 @@ class Past(Hook):
         self.after: dict[int, dict[str, Any]] = {}
         self.skipped: dict[int, float] = {}
 
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        optimizer = run.update.state()["optimizer"]["state"]
-        state = {f"{i}.{k}": v.clone() for i, s in optimizer.items() for k, v in s.items()}
-        updates = {"updates": run.update.updates.clone()}
-        self.after[step.number] = {**weights(run), **state, **updates}
+    def on_step(self, run: Run, step: Step) -> None:
+        state = deepcopy(run.update.state()["optimizer"]["state"])
+        self.after[step.number] = {
+            **weights(run),
+            "state": state,
+            "updates": int(run.update.updates),
+        }
         self.skipped[step.number] = float(step.skipped)
-        return None
 
 
 def trained(data: Spoiled, folder: Path | None, *overrides: str) -> tuple[Run, Past]:
@@ -69,7 +71,7 @@ def test_with_healthy_data_the_weights_are_those_of_a_run_without_checks() -> No
     on, _ = trained(Spoiled(), None, *extra)
     off, _ = trained(Spoiled(), None, "checks=off", *extra)
     assert on.batch_validator is not None and off.batch_validator is None
-    assert same(weights(on), weights(off))
+    assert not differences(weights(on), weights(off))
     assert dict(on.history.counts) == {}
 
 
@@ -93,8 +95,8 @@ def test_after_a_skipped_batch_all_is_bit_equal_to_before_it(what: str, guard: s
     bad = [step for step, flag in past.skipped.items() if flag]
     assert bad == [13, 33]  # an epoch has 20 steps
     for step in bad:
-        assert same(past.after[step], past.after[step - 1])
-    assert not same(past.after[14], past.after[13])
+        assert not differences(past.after[step], past.after[step - 1])
+    assert differences(past.after[14], past.after[13])
     assert run.progress.skipped == 2
     assert any(kind.startswith("input_") for kind in run.history.counts)
     assert all(torch.isfinite(value).all() for value in weights(run).values())
@@ -109,9 +111,8 @@ def test_the_finding_names_the_samples_and_is_counted(tmp_path: Path) -> None:
     assert "in 2 of 16 samples (of the data set: 193,200)" in skipped["message"]
     loss = found["non_finite"]["message"]
     assert loss.startswith("the loss was nan; cause in the batch: inputs: ")
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["faults"]["input_not_finite"] == 2
-    assert summary["skipped_steps"] == 2
+    summary = Summary.read(tmp_path)
+    assert summary.faults["input_not_finite"] == summary.skipped_steps == 2
 
 
 STOPS = {
@@ -136,7 +137,7 @@ def test_stop_ends_the_run_with_a_checkpoint_of_before_and_says_how_to_go_on(
     assert message.startswith("step 13: ") and f"checks.inputs.{policy}" in message
     assert "\n" not in message and "checkpoint.resume=" in message
     assert (tmp_path / "checkpoints/last").resolve().name == "step_00000012"
-    assert json.loads((tmp_path / "summary.json").read_text())["faults"] == {f"input_{what}": 1}
+    assert Summary.read(tmp_path).faults == {f"input_{what}": 1}
 
 
 def test_a_stopped_run_goes_on_under_another_policy_as_if_it_had_had_it(tmp_path: Path) -> None:
@@ -147,18 +148,8 @@ def test_a_stopped_run_goes_on_under_another_policy_as_if_it_had_had_it(tmp_path
     with spoiled(data, tmp_path / "a", "checkpoint.resume=auto") as run:
         train(run)
     whole, _ = trained(data, None)
-    assert same(weights(run), weights(whole))
+    assert not differences(weights(run), weights(whole))
     assert run.history.counts["input_not_finite"] == 3  # the stop, and two steps
-
-
-class Leave(Hook):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        if step.number == self.step:
-            raise Interrupted(2)
-        return None
 
 
 def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
@@ -168,14 +159,16 @@ def test_a_resumed_run_is_the_one_that_never_stopped(tmp_path: Path) -> None:
     own.append("optimizer.ema=0.9")
     whole, past = trained(data, None, *own)
     with spoiled(data, tmp_path / "cut", *own) as run:
-        run.hooks.append(Leave(14))
+        run.hooks.append(AtSteps(14, interrupt))
         with pytest.raises(Interrupted):
             train(run)
     later = Past()
     with spoiled(data, tmp_path / "cut", *own, "checkpoint.resume=auto") as run:
         run.hooks.append(later)
         train(run)
-    assert same(later.after[20], past.after[20]) and same(averaged(run), averaged(whole))
+    assert not differences(later.after[20], past.after[20]) and not differences(
+        averaged(run), averaged(whole)
+    )
     assert run.history.counts == whole.history.counts
     assert run.history.counts["input_not_finite"] == 2
 
@@ -257,10 +250,9 @@ class Told(Hook):
     def __init__(self) -> None:
         self.first: dict[str, int] = {}
 
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
+    def on_step(self, run: Run, step: Step) -> None:
         for kind in run.history.counts:
             self.first.setdefault(kind, step.number)
-        return None
 
 
 def far(data: Spoiled, folder: Path | None, *overrides: str) -> Run:
@@ -282,8 +274,8 @@ def test_on_an_accelerator_the_update_is_vetoed_and_the_words_come_two_steps_lat
     with far(data, None, *overrides) as run:
         run.hooks += [told, past]
         train(run)
-    assert same(past.after[13], past.after[12])
-    assert same(weights(run), weights(near))
+    assert not differences(past.after[13], past.after[12])
+    assert not differences(weights(run), weights(near))
     kind = f"input_{what}"
     assert run.history.counts[kind] == near.history.counts[kind] == 2
     assert told.first[kind] == 15
@@ -298,7 +290,7 @@ def test_on_an_accelerator_a_stop_comes_at_most_two_steps_late_and_without_the_u
         run.hooks.append(past)
         with pytest.raises(DataError, match="step 13: inputs: has values that are NaN"):
             train(run)
-    assert max(past.after) == 14 and same(past.after[13], past.after[12])
+    assert max(past.after) == 14 and not differences(past.after[13], past.after[12])
     assert (tmp_path / "checkpoints/last").resolve().name == "step_00000014"
 
 
@@ -333,5 +325,5 @@ def test_a_skipped_batch_leaves_a_compiled_whole_step_as_it_was(tmp_path: Path) 
     run, past = trained(data, tmp_path, *own)
     assert run.step_graph is not None, run.fallback_reasons
     assert [step for step, flag in past.skipped.items() if flag] == [13, 33]
-    assert same(past.after[13], past.after[12])
+    assert not differences(past.after[13], past.after[12])
     assert np.isfinite(run.progress.skipped) and run.progress.skipped == 2

@@ -82,37 +82,33 @@ def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     assert describe_changes(changes.read()) == "2 NaN" and describe_changes(Changes().read()) == ""
 
 
-def test_state_that_is_no_dense_tensor_is_refused() -> None:
-    x = torch.tensor([math.nan])
-    for output in (x.to_sparse(), {"a": [torch.complex(x, x)]}):
-        with pytest.raises(UsageError, match=r"to_dense\(\)"):
-            sanitise(output)
-
-
-@pytest.mark.parametrize("output", [math.nan, np.array([math.nan]), "text", [None]])
-def test_an_output_without_a_tensor_is_refused(output: Any) -> None:
-    with pytest.raises(UsageError, match="output must be a tensor, or tensors in dicts"):
-        sanitise(output)
-
-
 def test_an_empty_output_is_in_order() -> None:
     clean, changes = sanitise(torch.empty(0, 3), low=0.0)
     assert clean.shape == (0, 3) and not any(changes.read().values())
 
 
+NAN, NO_TENSOR = torch.tensor([math.nan]), "output must be a tensor, or tensors in dicts"
+
+
 @pytest.mark.parametrize(
-    ("options", "problem"),
+    ("output", "options", "problem"),
     [
-        ({"nan": math.nan}, "nan must be a finite number, got nan"),
-        ({"nan": None}, "nan must be a finite number, got None"),
-        ({"low": "0"}, "low must be a finite number, got '0'"),
-        ({"inf": -1.0}, "inf must be > 0, got -1.0"),
-        ({"low": 2.0, "high": 1.0}, "low must be at most high"),
+        (NAN.to_sparse(), {}, r"to_dense\(\)"),
+        ({"a": [torch.complex(NAN, NAN)]}, {}, r"to_dense\(\)"),
+        *((output, {}, NO_TENSOR) for output in (math.nan, np.array([math.nan]), "text", [None])),
+        (NAN, {"nan": math.nan}, "nan must be a finite number, got nan"),
+        (NAN, {"nan": None}, "nan must be a finite number, got None"),
+        (NAN, {"low": "0"}, "low must be a finite number, got '0'"),
+        (NAN, {"inf": -1.0}, "inf must be > 0, got -1.0"),
+        (NAN, {"low": 2.0, "high": 1.0}, "low must be at most high"),
     ],
+    ids=str,
 )
-def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], problem: str) -> None:
+def test_an_output_without_dense_tensors_and_wrong_arguments_are_refused(
+    output: Any, options: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(UsageError, match=problem):
-        sanitise(torch.zeros(2, 2), **options)
+        sanitise(output, **options)
 
 
 def test_nothing_is_read_from_the_device_before_it_is_asked_for() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from runner.core.interfaces.hook import Evaluation, Hook
 from runner.core.interfaces.run import Run
 from runner.core.objectives.regression import RegressionObjective
 from runner.core.record.summary import Summary
+from tests import runs
 
 SHORT = ["model=mlp", "optimization=none", "monitoring=quiet", "optimizer.lr=1e-9"]
 SHORT += ["training.steps=40", "training.validate_every=10", "optimizer.weight_decay=0"]
@@ -44,9 +44,7 @@ def regression(folder: Path) -> list[str]:
 
 
 def trained(folder: Path, data: list[str], after: int) -> Summary:
-    with build(compose([*data, *SHORT]), folder / "run") as run:
-        run.hooks.append(Constant(after))
-        return train(run)
+    return runs.trained(*data, *SHORT, folder=folder / "run", hooks=[Constant(after)])
 
 
 @pytest.mark.parametrize("task", ["classes", "numbers"])
@@ -57,8 +55,7 @@ def test_an_output_that_is_constant_after_the_first_validation_is_one_fault(
     assert "constant_output" not in trained(tmp_path / "sound", data, after=-1).faults
     summary = trained(tmp_path, data, after=10)
     assert summary.faults["constant_output"] == 1
-    history = json.loads((tmp_path / "run/debug/history.json").read_text())
-    (fault,) = [row for row in history["faults"] if row["kind"] == "constant_output"]
+    (fault,) = runs.faults(tmp_path / "run", "constant_output")
     assert (fault["steps"], fault["count"]) == ([20], 1)
     expected = "one class (benign)" if task == "classes" else "one number"
     assert f"predicts {expected} for every sample" in fault["message"]

@@ -23,6 +23,7 @@ from runner.core.device.device_errors import is_out_of_memory, translate_oom
 from runner.core.errors import ConfigError, OutOfMemory
 from runner.core.interfaces.objective import Objective
 from runner.core.record.summary import Summary
+from tests.runs import differences, opened, trained, weights
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=2", "optimization=none"]
@@ -116,18 +117,17 @@ class Limited(Objective):
         return self.own.confusion(totals)
 
 
-def weights(overrides: list[str], most: int | None = None, later: int = 0) -> tuple[Any, Summary]:
-    with build(compose(overrides)) as run:
-        if most is not None:
-            run.objective = Limited(run.objective, most, later)
+def trained_within(most: int, *overrides: str) -> tuple[dict[str, Any], Summary]:
+    with opened(*CNN, *overrides) as run:
+        run.objective = Limited(run.objective, most)
         summary = train(run)
-        return {n: t.clone() for n, t in run.model.state_dict().items()}, summary
+        return weights(run), summary
 
 
 def test_weights_and_batchnorm_are_those_of_the_smaller_micro_batch_from_the_start() -> None:
-    named, _ = weights([*CNN, "training.micro_batch=8"])
-    halved, summary = weights(CNN, most=8)
-    assert [n for n in named if not torch.equal(named[n], halved[n])] == []
+    named, _ = trained_within(32, "training.micro_batch=8")
+    halved, summary = trained_within(8)
+    assert differences(named, halved) == []
     assert summary.status == "done" and summary.steps == 3
     choice = [c for c in summary.choices if c.key == "training.micro_batch"]
     assert [c.value for c in choice] == [8]
@@ -136,8 +136,8 @@ def test_weights_and_batchnorm_are_those_of_the_smaller_micro_batch_from_the_sta
 
 @pytest.mark.slow
 def test_validation_is_cut_smaller_too_and_its_metrics_stay() -> None:
-    _, plain = weights([*CNN, "training.micro_batch=8"])
-    _, cut = weights([*CNN, "training.micro_batch=8"], most=8)
+    _, plain = trained_within(32, "training.micro_batch=8")
+    _, cut = trained_within(8, "training.micro_batch=8")
     assert cut.faults["out_of_memory"] == 2  # 32 to 16 to 8
     for name, value in plain.metrics.items():
         assert cut.metrics[name] == pytest.approx(value, rel=1e-5), name
@@ -168,17 +168,12 @@ def test_one_sample_that_does_not_fit_is_one_clear_error_after_a_checkpoint(tmp_
 
 
 @pytest.mark.slow
-def test_batchnorm_without_values_enough_is_the_same_error() -> None:
+def test_batchnorm_without_values_enough_is_the_same_error(my_package: None) -> None:
     own = ["data=cancer", "model._target_=my_package.Normed", "security.trusted=[my_package]"]
     with build(compose([*QUICK, *own, "training.steps=2"])) as run:
         run.objective = Limited(run.objective, 1)
         with pytest.raises(OutOfMemory, match="BatchNorm needs more"):
             train(run)
-
-
-@pytest.fixture(autouse=True)
-def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 # under a real limit, in a process of its own
@@ -232,12 +227,16 @@ LARGE = ["data=synthetic", "data.form=tokens", "data.sequence=256", "model=gpt",
          "model.width=128", "model.depth=2", "training.batch_size=32"]  # fmt: skip
 
 
-def limited(mib: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", LIMITED, str(mib), *QUICK, "training.steps=1",
-               "data.validation_samples=8", *overrides]  # fmt: skip
+def program(code: str, *typed: str) -> subprocess.CompletedProcess[str]:
     # one heap: what idle threads' heaps reserve would count as held, and be there to fill
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
+    command = [sys.executable, "-c", code, *typed]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def limited(mib: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    small = ("training.steps=1", "data.validation_samples=8")
+    return program(LIMITED, str(mib), *QUICK, *small, *overrides)
 
 
 @pytest.mark.slow
@@ -281,9 +280,7 @@ def test_a_whole_step_through_the_cpp_wrapper_that_exceeds_the_limit_goes_on_wit
     many = ["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=262144"]
     tiny = ["model.width=64", "model.depth=1", "training.steps=3", "training.validate_every=100"]
     size = ["training.batch_size=200000", "data.validation_samples=8", "checks=off"]
-    command = [sys.executable, "-c", GRAPH_LIMITED, *QUICK, *whole, *many, *tiny, *size]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = program(GRAPH_LIMITED, *QUICK, *whole, *many, *tiny, *size)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["status"] == "done" and found["steps"] == 3 and found["micro"] < 200000
@@ -323,7 +320,6 @@ def test_a_halved_batch_is_called_the_same_only_where_the_loss_is_a_mean_over_sa
 ) -> None:
     options = [*QUICK, "data=cancer", "training.batch_size=32", "training.steps=2"]
     components = Components(ShortOfMemory(norm), objective=loss and loss_objective(loss))
-    with build(compose(options), None, components) as run:
-        summary = train(run)
+    summary = trained(*options, given=components)
     (choice,) = [c for c in summary.choices if c.key == "training.micro_batch"]
     assert choice.value == 16 and effect in choice.reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,14 +17,11 @@ from tests import runs
 POISONED = (*runs.NOISY, "+data.poison=[7]", "training.epochs=4", "training.batch_size=16")
 
 
-def test_every_fault_is_in_the_history_and_in_tensorboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2])
+def test_every_fault_is_in_the_history_and_in_tensorboard(tmp_path: Path, my_package: None) -> None:
     summary = runs.trained(*POISONED, "optimization=none", "monitoring.every=4", folder=tmp_path)
     assert summary.skipped_steps == summary.faults["non_finite"] >= 3
-    history = json.loads((tmp_path / "debug" / "history.json").read_text())
-    assert history["counts"]["non_finite"] == summary.skipped_steps
+    counts = runs.debug_file(tmp_path, "history")["counts"]
+    assert counts["non_finite"] == summary.skipped_steps
     events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
     tags = events.Tags()["tensors"]
     assert "watch_faults/history" in tags
@@ -48,10 +44,8 @@ class Watcher(Hook):
 
 def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called() -> None:
     name = f"{__name__}.Watcher"
-    package = __name__.partition(".")[0]
     hooks = f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]"
-    trusted = f"security.trusted=[{package}]"
-    with runs.opened(hooks, trusted, "training.steps=20", "optimization=none") as run:
+    with runs.opened(hooks, "security.trusted=[tests]", "training.steps=20") as run:
         train(run)
         first, second = run.hooks[-2:]
     assert isinstance(first, Watcher) and isinstance(second, Watcher)
@@ -81,29 +75,23 @@ class Answering(Hook):
 @pytest.mark.parametrize("answer", ["stop", True])
 def test_an_answer_of_a_hook_that_is_no_verdict_is_named(answer: object) -> None:
     short = ("data=digits", "optimization=none", "training.steps=2")
-    with runs.opened(*short, given=Components(hooks=[Answering(answer)])) as run:
-        with pytest.raises(UsageError, match=f"Answering.on_step must return .*, got {answer!r}"):
-            train(run)
+    with pytest.raises(UsageError, match=f"Answering.on_step must return .*, got {answer!r}"):
+        runs.trained(*short, given=Components(hooks=[Answering(answer)]))
 
 
 def test_a_class_in_place_of_a_hook_is_refused_by_build_and_train() -> None:
     hooks: list[Hook] = [Watcher]  # type: ignore[list-item]
     with pytest.raises(UsageError, match="^build: hooks must be a list of .* got <class .*Watcher"):
         build(runs.config("data=digits"), given=Components(hooks=hooks))
-    with runs.opened("data=digits", "optimization=none", "training.steps=2") as run:
-        run.hooks += hooks
-        with pytest.raises(UsageError, match="^train: hooks must be"):
-            train(run)
+    with pytest.raises(UsageError, match="^train: hooks must be"):
+        runs.trained("data=digits", "optimization=none", "training.steps=2", hooks=hooks)
 
 
 def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_path: Path) -> None:
     short = ("data=digits", "model=mlp", "optimization=none", "training.steps=2")
     assert runs.trained(*short, "debug=full", folder=tmp_path / "tools").faults == {}
-    debug = tmp_path / "tools/debug"
-    found = {
-        name: json.loads((debug / f"{name}.json").read_text())
-        for name in ("history", "anomalies", "gradients", "memory")
-    }
+    names = ("history", "anomalies", "gradients", "memory")
+    found = {name: runs.debug_file(tmp_path / "tools", name) for name in names}
     assert found["history"] == {"counts": {}, "faults": []}
     assert found["anomalies"] == {"count": 0, "anomalies": []}
     assert found["gradients"]["finding"].startswith("2 checks, but a verdict needs 3")

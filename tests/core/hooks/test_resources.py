@@ -61,9 +61,7 @@ def test_a_run_continues_when_no_file_can_be_opened(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     more = ["monitoring.system_every_s=0.01", "checkpoint=off"]
-    with build(compose([*QUICK, *more]), tmp_path) as run:
-        run.hooks.append(NoFiles())
-        summary = train(run)
+    summary = runs.trained(*QUICK, *more, folder=tmp_path, hooks=[NoFiles()])
     assert (summary.status, summary.steps) == ("done", 60)
     assert len(runs.rows(tmp_path, "train")) == 6
     assert summary.faults["monitoring"] > 2
@@ -173,7 +171,7 @@ def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path
 
 def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:
     low = [*QUICK, "stability.watch.stop_above=1e-9"]
-    with build(compose(low), tmp_path) as run:
+    with runs.opened(*low, folder=tmp_path) as run:
         summary = train(run)
     held = summary.memory.peak_process_bytes / run.device.memory_bytes
     if held < 0.09:  # of a large machine this small process is no part that would help
@@ -188,8 +186,7 @@ def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_pat
 def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> None:
     ended = real(tmp_path, 50_000, 0, "training.steps=500")
     assert ended["faults"]["leak"] == 1 and ended["status"] == "done"
-    rows = json.loads((tmp_path / "debug/history.json").read_text())["faults"]
-    leak = next(row for row in rows if row["kind"] == "leak")
+    (leak,) = runs.faults(tmp_path, "leak")
     assert leak["steps"][0] <= 500 and "debug=memory" in leak["action"]
     slope = float(leak["message"].partition("grows by ")[2].partition(" KB a step")[0])
     assert 40 < slope < 65
@@ -266,8 +263,7 @@ def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     low = ["stability.watch.disk_min_mb=1e12", "device.clean_above=1e-6"]
-    with build(compose([*QUICK, "monitoring.system_every_s=0.0001", *low]), tmp_path) as run:
-        summary = train(run)
+    summary = runs.trained(*QUICK, "monitoring.system_every_s=0.0001", *low, folder=tmp_path)
     assert summary.status == "done"
     assert (summary.faults["disk_low"], summary.faults["memory_cleaned"]) == (1, 1)
     assert len([r for r in caplog.records if "device.clean_above" in r.message]) == 1
@@ -276,11 +272,9 @@ def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
 
 
 def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for() -> None:
-    with build(compose([*QUICK, "stability.watch.gpu=true"])) as run:
-        with pytest.raises(ConfigError, match=r"stability\.watch\.gpu: NVML is missing"):
-            train(run)
-    with build(compose(QUICK)) as run:
-        assert train(run).status == "done"
+    with pytest.raises(ConfigError, match=r"stability\.watch\.gpu: NVML is missing"):
+        runs.trained(*QUICK, "stability.watch.gpu=true")
+    assert runs.trained(*QUICK).status == "done"
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner import Hook, train
+from runner import Hook
 from runner.core.config.run_config import config_hash
 from runner.core.device.load import LoadMonitor
 from runner.core.errors import ConfigError
@@ -49,9 +49,7 @@ class SlowForward(Hook):
 def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_path: Path) -> None:
     typed = ("data=cancer", "training.steps=60", "optimization=none", "checkpoint=off")
     alone = ("device.threads=1", "monitoring.every=3", "stability.watch.cpu_above=null")
-    with runs.opened(*typed, *alone, folder=tmp_path) as run:
-        run.hooks.append(SlowForward())
-        summary = train(run)
+    summary = runs.trained(*typed, *alone, folder=tmp_path, hooks=[SlowForward()])
     (fault,) = [f for f in History.read(tmp_path) if f.kind == "slower"]
     assert summary.faults["slower"] == fault.count == 1
     assert fault.category == "performance"

@@ -28,6 +28,7 @@ from runner.core.record.summary import Summary
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.files.policy import FilePolicy
 from runner.diagnose.replay.reopen import open_capture, reopen_run
+from tests import runs
 
 QUIET = """data=cancer model.width=8 optimization=none monitoring.progress=false training.steps=6
  schedule=constant device.threads=1""".split()
@@ -72,10 +73,6 @@ def fitted(model: nn.Module, held: dict[str, Any], *fresh: str) -> Any:
     return map_weights(model, StoredWeights(Path("x.pt"), held, "", Trust.PINNED), fresh)
 
 
-def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def prefixed(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": value for name, value in weights.items()}
 
@@ -101,7 +98,7 @@ def test_weights_and_buffers_are_those_of_the_file_however_they_lie_in_it(
     wanted, model = trained(Net()), Net()
     digest = saved(tmp_path / name, shape(wanted))
     choice = load_initial_weights(model, tmp_path / name, [], pinned(digest))
-    assert equal(model.state_dict(), wanted)
+    assert not runs.differences(model.state_dict(), wanted)
     assert choice.key == KEY and choice.value == f"{tmp_path / name}, sha256 {digest}"
     assert choice.reason.startswith("pinned; 9 tensors")
 
@@ -118,7 +115,7 @@ def test_what_does_not_fit_is_one_error_with_names_shapes_count_and_the_way_out(
     assert "body.0.bias [5] is not in the file" in said
     assert "head.weight has shape [3, 5], expected [2, 5]" in said
     assert "model.weights_except=[body.0.bias,head,fc]" in said
-    assert equal(model.state_dict(), before)
+    assert not runs.differences(model.state_dict(), before)
     with pytest.raises(ConfigError, match=r"and \d+ more.*set the matching model"):
         fitted(Net(), {"a.b": torch.ones(1)})
     with pytest.raises(ConfigError, match=r"^model\.weights_except: no parameter .* is named haed"):
@@ -156,7 +153,10 @@ def test_tied_weights_are_loaded_by_either_name_and_are_tied_still() -> None:
         model = Tied()
         held = {k: v for k, v in wanted.items() if k != gone}
         model.load_state_dict(fitted(model, held).select(held))
-        assert equal(model.state_dict(), wanted) and model.head.weight is model.tokens.weight
+        assert (
+            not runs.differences(model.state_dict(), wanted)
+            and model.head.weight is model.tokens.weight
+        )
     with pytest.raises(ConfigError, match="head.weight differs from tokens.weight"):
         fitted(Tied(), {**wanted, "head.weight": torch.zeros(7, 4)})
     with pytest.raises(ConfigError, match="same tensor as tokens.weight.*name both"):
@@ -179,8 +179,7 @@ def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights") / "run"
-    with build(compose([*QUIET, "seed=1"]), folder) as run:
-        train(run)
+    runs.trained(*QUIET, "seed=1", folder=folder)
     return folder
 
 
@@ -229,13 +228,12 @@ def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again
         train(run)
         whole, origin = run.model.state_dict(), told(run)
     cut = Path("outputs/runs/second/cut")
-    with build(compose([*config, "training.steps=3"]), cut) as run:
-        train(run)
+    runs.trained(*config, "training.steps=3", folder=cut)
     first.rename("gone")
     with build(compose(config), cut) as run:
         assert told(run).value == origin.value
         assert train(run).choices.count(told(run)) == 1
-        assert equal(run.model.state_dict(), whole)
+        assert not runs.differences(run.model.state_dict(), whole)
 
 
 def test_checkpoint_resume_wins_and_weights_alone_are_evaluated(
@@ -259,8 +257,7 @@ def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
     with build(compose(ours)) as run:
         digest = saved(Path("w.pt"), run.model.state_dict())
     config = [*ours, "model.weights=w.pt", f"security.pinned=[{digest}]"]
-    with build(compose(config), Path("outputs/runs/bad")) as run:
-        train(run)
+    runs.trained(*config, folder=Path("outputs/runs/bad"))
     Path("w.pt").unlink()
     capture = open_capture(next(Path("outputs/runs/bad/debug/captures").glob("step_*")))
     with reopen_run(capture, trusted=["my_package"]) as (run, _):
@@ -312,7 +309,7 @@ def test_a_snapshot_is_read_through_its_links(tmp_path: Path) -> None:
     digest = saved(tmp_path / "w.safetensors", wanted)
     snapshot = cached(tmp_path, {"model.safetensors": (tmp_path / "w.safetensors").read_bytes()})
     load_initial_weights(model, snapshot, [], pinned(digest))
-    assert equal(model.state_dict(), wanted)
+    assert not runs.differences(model.state_dict(), wanted)
 
 
 def sharded(folder: Path, kind: str = "safetensors") -> tuple[Path, dict[str, Tensor], list[str]]:
@@ -349,14 +346,14 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     monkeypatch.setattr(Shard, "read", counted)
     model = Net()
     choice = load_initial_weights(model, snapshot, [], FilePolicy(pinned=tuple(digests)))
-    assert equal(model.state_dict(), wanted)
+    assert not runs.differences(model.state_dict(), wanted)
     assert "pinned; 9 tensors; in 3 shards" in choice.reason
     assert most == 3  # of the nine
     other = Net(classes=2)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     with pytest.raises(ConfigError, match=r"head.weight has shape \[3, 5\], expected \[2, 5\]"):
         load_initial_weights(other, snapshot, [], FilePolicy(pinned=tuple(digests)))
-    assert equal(other.state_dict(), before)
+    assert not runs.differences(other.state_dict(), before)
 
 
 def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,15 @@ def totals(objective: Objective, output: Tensor, target: Tensor, cuts: list[int]
     return sums
 
 
+def measured(group: Any, output: Tensor, target: Tensor, cuts: list[int]) -> dict[str, float]:
+    """What a group of metrics comes to over batches of these sizes."""
+    parts = zip(output.split(cuts), target.split(cuts), strict=True)
+    first, *others = [group.batch_sums(o, t) for o, t in parts]
+    for other in others:
+        first = first + other
+    return dict(first.compute(group))
+
+
 def weighted_loss(objective: Objective, output: Tensor, target: Tensor, cuts: list[int]) -> float:
     """The mean of the batches' losses by their weights."""
     parts = list(zip(output.split(cuts), target.split(cuts), strict=True))

@@ -92,23 +92,30 @@ def test_the_options_keys_reach_the_objective() -> None:
 @pytest.mark.parametrize(
     ("config", "sizes", "says"),
     [
-        (ObjectiveConfig(kind="regression"), LABELS, r"does not fit .*; use objective=auto"),
-        (ObjectiveConfig(), Sizes("ranking"), r"task is 'ranking'.*a loss by objective\._target_"),
-        (ObjectiveConfig(), Sizes("classification", 4), r"needs the number of classes"),
-        (
-            ObjectiveConfig(label_smoothing=0.1),
-            NUMBERS,
-            r"not used by regression; .*classification",
-        ),
-        (ObjectiveConfig(label_smoothing=0.1, _target_="mine.loss"), LABELS, "not used by custom"),
-        (ObjectiveConfig(arguments={"gamma": 2}), LABELS, r"e\.gamma: no such key"),
+        ({"kind": "regression"}, LABELS, r"does not fit .*; use objective=auto"),
+        ({}, Sizes("ranking"), r"task is 'ranking'.*a loss by objective\._target_"),
+        ({}, Sizes("classification", 4), r"needs the number of classes"),
+        ({"label_smoothing": 0.1}, NUMBERS, r"not used by regression; .*classification"),
+        ({"label_smoothing": 0.1, "_target_": "mine.loss"}, LABELS, "not used by custom"),
+        ({"arguments": {"gamma": 2}}, LABELS, r"e\.gamma: no such key"),
+        ({"kind": "ranking"}, LABELS, r"objective\.kind: unknown objective 'ranking'"),
+        ({"loss": "hubr"}, LABELS, r"objective\.loss: .* 'hubr' .*cross_entropy, focal"),
+        ({"loss": "focal"}, NUMBERS, r"'focal' for regression; use mse, mae, huber"),
+        ({"loss": "focal"}, TEXT, r"objective\.loss: is not used by language"),
+        ({"gamma": 1.0}, LABELS, r"objective\.gamma: .* for objective\.loss=focal"),
+        ({"delta": 2.0}, NUMBERS, r"objective\.delta: .* for objective\.loss=huber"),
+        ({"class_weights": "balanced"}, NUMBERS, r"class_weights: is not used by regress"),
+        ({"loss": "focal", "label_smoothing": 0.1}, LABELS, r"loss=cross_entropy"),
+        ({"class_weights": "even"}, LABELS, r"cannot be 'even'; use balanced, null"),
+        ({"class_weights": [1.0, 0.0, 1.0]}, LABELS, r"a number above 0 for each class"),
     ],
+    ids=str,
 )
 def test_what_does_not_fit_is_an_error_that_names_the_way_out(
-    config: ObjectiveConfig, sizes: Sizes, says: str
+    config: dict[str, Any], sizes: Sizes, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        build_objective(config, sizes, never)
+        build_objective(ObjectiveConfig(**config), sizes, never)
 
 
 def test_functions_classes_and_modules_are_losses_and_get_their_arguments() -> None:

@@ -90,15 +90,13 @@ def test_a_dict_of_losses_trains_its_sum_and_has_metrics_by_name() -> None:
 
 def test_a_loss_in_training_mode_alone_has_no_val_loss_and_needs_metrics() -> None:
     given = Components(model=Detector(False), data=numbers())
-    with build(runs.config("objective=model", *OFF), given=given) as run:
-        with pytest.raises(ConfigError, match=r"evaluation mode, .*objective.metrics"):
-            train(run)
+    with pytest.raises(ConfigError, match=r"evaluation mode, .*objective.metrics"):
+        runs.trained("objective=model", *OFF, given=given)
     pytest.importorskip("torchmetrics")
     name = "MeanAbsoluteError"
-    more = (f"objective.metrics=[{name}]", f"training.monitor=val/{name}")
+    more = ("objective=model", f"objective.metrics=[{name}]", f"training.monitor=val/{name}")
     given = Components(model=Detector(False), data=numbers())
-    with build(runs.config("objective=model", *OFF, *more), given=given) as run:
-        assert train(run).metrics.keys() == {f"val/{name}"}
+    assert runs.trained(*OFF, *more, given=given).metrics.keys() == {f"val/{name}"}
 
 
 class Copies:

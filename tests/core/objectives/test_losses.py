@@ -20,22 +20,10 @@ from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.objective import Objective
 from runner.core.interfaces.run import Run
 from runner.core.objectives import class_weights
-from runner.core.objectives.build import build_objective
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.regression import RegressionObjective
-from runner.core.schemas.models import ObjectiveConfig
 from tests.core.objectives.sums import CUTS, totals, weighted_loss
-from tests.runs import opened
-
-SIZES = {
-    "classification": Sizes("classification", classes=3, class_names=("a", "b", "c")),
-    "regression": Sizes("regression", classes=1),
-    "language_modelling": Sizes("language_modelling", vocab=9),
-}
-
-
-def made(task: str, **asked: Any) -> Objective:
-    return build_objective(ObjectiveConfig(**asked), SIZES[task], lambda name, key: None)
+from tests.runs import differences, opened, weights
 
 
 def log_p(logits: Tensor, target: Tensor) -> np.ndarray:
@@ -92,26 +80,6 @@ def test_losses_of_a_regression_are_those_of_numpy(cuts: list[int], loss: str) -
     assert metrics["mse"] == pytest.approx(9 * (error**2).mean(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("task", "asked", "says"),
-    [
-        ("classification", {"kind": "ranking"}, r"objective\.kind: unknown objective 'ranking'"),
-        ("classification", {"loss": "hubr"}, r"objective\.loss: .* 'hubr' .*cross_entropy, focal"),
-        ("regression", {"loss": "focal"}, r"'focal' for regression; use mse, mae, huber"),
-        ("language_modelling", {"loss": "focal"}, r"objective\.loss: is not used by language"),
-        ("classification", {"gamma": 1.0}, r"objective\.gamma: .* for objective\.loss=focal"),
-        ("regression", {"delta": 2.0}, r"objective\.delta: .* for objective\.loss=huber"),
-        ("regression", {"class_weights": "balanced"}, r"class_weights: is not used by regress"),
-        ("classification", {"loss": "focal", "label_smoothing": 0.1}, r"loss=cross_entropy"),
-        ("classification", {"class_weights": "even"}, r"cannot be 'even'; use balanced, null"),
-        ("classification", {"class_weights": [1.0, 0.0, 1.0]}, r"a number above 0 for each class"),
-    ],
-)
-def test_a_wrong_name_or_knob_is_refused(task: str, asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        made(task, **asked)
-
-
 def rare(*overrides: str, counts: Sequence[int] = (380, 20), **given: Any) -> Any:
     """A run on points around a place for each class, of which there are so many for training."""
     torch.manual_seed(0)
@@ -165,12 +133,12 @@ def test_a_balanced_run_resumes_with_the_weights_of_one_never_stopped(tmp_path: 
         batches = zip(range(8), run.train.batches(0), strict=False)
         assert [int((target == 1).sum()) for _, (_, target) in batches] == [25] * 8
         train(run)
-        whole = {name: x.clone() for name, x in run.model.state_dict().items()}
+        whole = weights(run)
     resume = f"checkpoint.resume={tmp_path / 'whole' / 'checkpoints' / 'step_00000005'}"
     with rare(*balanced, resume, folder=tmp_path / "cut") as run:
         assert run.progress.step == 5
         train(run)
-        assert all(torch.equal(x, whole[name]) for name, x in run.model.state_dict().items())
+        assert differences(weights(run), whole) == []
 
 
 def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_is_resumed(
@@ -184,9 +152,9 @@ def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_
         older.setattr(class_weights, "check_balance", lambda *_, **__: None)
         with rare(*both, folder=tmp_path / "old") as run:
             train(run)
-            weights = run.objective.loss.class_weights.tolist()
+            given = run.objective.loss.class_weights.tolist()
     with rare(*both, "checkpoint.resume=auto", folder=tmp_path / "old") as run:
-        assert run.progress.step == 2 and run.objective.loss.class_weights.tolist() == weights
+        assert run.progress.step == 2 and run.objective.loss.class_weights.tolist() == given
     assert "after data.sampler=balanced; kept from the resumed run" in caplog.text
     with rare("data.sampler=balanced", "objective.class_weights=[1,9]"):
         pass  # weights that are typed may be meant

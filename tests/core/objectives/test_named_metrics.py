@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from runner.core.objectives.classification import ClassificationObjective
 from runner.core.objectives.custom import CustomObjective
 from runner.core.objectives.named_metrics import build_named_metrics
 from runner.core.schemas.models import ObjectiveConfig
-from tests.core.objectives.sums import CUTS
+from tests.core.objectives.sums import CUTS, measured
 from tests.runs import opened, rows
 
 THREE = Sizes("classification", 4, classes=3, class_names=("cat", "dog", "owl"))
@@ -30,15 +31,8 @@ VALUE = Sizes("regression", 4, classes=1, target_mean=50.0, target_deviation=4.0
 SMALL = ("model.width=8", "training.steps=20", "checkpoint=off", "optimization=none")
 
 
-def measured(
-    names: list[str], sizes: Sizes, output: Tensor, target: Tensor, cuts: list[int]
-) -> dict[str, float]:
-    named, _ = build_named_metrics(names, sizes, -100)
-    parts = zip(output.split(cuts), target.split(cuts), strict=True)
-    first, *others = [named.batch_sums(o, t) for o, t in parts]
-    for other in others:
-        first = first + other
-    return first.compute(named)
+def named(sizes: Sizes, *names: str) -> Any:
+    return build_named_metrics(names, sizes, -100)[0]
 
 
 def ours(classes: int, logits: Tensor, target: Tensor) -> dict[str, float]:
@@ -54,7 +48,8 @@ def test_multiclass_metrics_are_means_over_classes_of_all_samples_but_the_ignore
     torch.manual_seed(0)
     logits, target = torch.randn(37, 3), torch.randint(3, (37,))
     target[[3, 20]] = -100
-    values = measured(["F1Score", "AUROC", "Accuracy", "Recall"], THREE, logits, target, cuts)
+    group = named(THREE, "F1Score", "AUROC", "Accuracy", "Recall")
+    values = measured(group, logits, target, cuts)
     own = ours(3, logits, target)
     recall = np.mean([own[f"accuracy/{c}"] for c in range(3)])
     due = {"F1Score": own["f1"], "AUROC": own["auroc"], "Accuracy": own["accuracy"]}
@@ -67,7 +62,8 @@ def test_binary_metrics_are_of_the_second_class(outputs: str) -> None:
     logits, target = torch.randn(37, 2), torch.randint(2, (37,))
     score = logits[:, 1] - logits[:, 0]
     given = {"two logits": logits, "one logit [n, 1]": score[:, None], "one logit [n]": score}
-    values = measured(["Accuracy", "AUROC", "F1Score"], TWO, given[outputs], target, CUTS[0])
+    group = named(TWO, "Accuracy", "AUROC", "F1Score")
+    values = measured(group, given[outputs], target, CUTS[0])
     own, predicted = ours(2, logits, target), score > 0
     hits = int((predicted & (target == 1)).sum())
     f1 = 2 * hits / int(predicted.sum() + target.sum())
@@ -79,8 +75,8 @@ def test_regression_metrics_are_in_the_targets_unit() -> None:
     torch.manual_seed(2)
     output, noise = torch.randn(37, 1), torch.randn(37)
     target = (output[:, 0] + 0.3 * noise) * 4 + 50
-    names = ["MeanSquaredError", "PearsonCorrCoef", "R2Score"]
-    values = measured(names, VALUE, output, target, CUTS[1])
+    group = named(VALUE, "MeanSquaredError", "PearsonCorrCoef", "R2Score")
+    values = measured(group, output, target, CUTS[1])
     x, y = output[:, 0].double().numpy() * 4 + 50, target.double().numpy()
     squared = (x - y) ** 2
     assert values["MeanSquaredError"] == pytest.approx(squared.mean())
@@ -122,23 +118,20 @@ def test_a_run_records_them_and_may_monitor_one_of_which_less_is_better(tmp_path
 )
 def test_names_that_make_no_metric_are_one_line(sizes: Sizes, name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=f"^objective.metrics: .*{says}"):
-        build_named_metrics([name], sizes, -100)
+        named(sizes, name)
 
 
 def test_outputs_that_do_not_fit_the_data_are_one_line() -> None:
-    named, _ = build_named_metrics(["F1Score"], THREE, -100)
     with pytest.raises(ConfigError, match=r"returns \[5, 4\] for labels of 5 .*each of 3 classes"):
-        named.batch_sums(torch.zeros(5, 4), torch.zeros(5))
-    named, _ = build_named_metrics(["R2Score"], VALUE, -100)
+        named(THREE, "F1Score").batch_sums(torch.zeros(5, 4), torch.zeros(5))
     with pytest.raises(ConfigError, match=r"returns \[5, 2\] for targets \[5\]"):
-        named.batch_sums(torch.zeros(5, 2), torch.zeros(5))
+        named(VALUE, "R2Score").batch_sums(torch.zeros(5, 2), torch.zeros(5))
 
 
 def test_an_objective_that_knows_its_metrics_refuses_to_monitor_another() -> None:
     own = build_objective(ObjectiveConfig(), VALUE, max)
     for objective in (CustomObjective(torch.nn.MSELoss(), "loss"), own):
-        named, _ = build_named_metrics(["R2Score", "MeanAbsoluteError"], VALUE, None)
-        objective.named = (named,)
+        objective.named = (named(VALUE, "R2Score", "MeanAbsoluteError"),)
         assert resolve_monitor(objective, "val/R2Score") == "val/R2Score"
         assert objective.rises("val/R2Score") and not objective.rises("val/MeanAbsoluteError")
         with pytest.raises(ConfigError, match="did you mean training.monitor=val/R2Score"):
@@ -152,4 +145,4 @@ def test_without_the_extra_it_is_one_line_that_names_the_key_and_the_command(
     with pytest.raises(
         ConfigError, match=r"^objective.metrics: needs .*pip install 'hydra-torch-runner\[metr"
     ):
-        build_named_metrics(["F1Score"], THREE, -100)
+        named(THREE, "F1Score")

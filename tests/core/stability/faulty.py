@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from runner import build, compose
+from runner import Hook, Summary, build, compose, train
 from runner.core.interfaces.run import Run
+from tests.runs import debug_file
 
 OURS = """
     security.trusted=[my_package] device.threads=1 monitoring.progress=false optimization=basic
     training.validate_every=1000 schedule=constant data.workers=0 training.batch_size=20
+    stability.watch.slower=null stability.watch.cpu_above=null
     """.split()
 LINE = [*OURS, "data._target_=my_package.Line", "model=mlp", "model.width=8", "optimizer.lr=0.01"]
 NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net"]
@@ -49,12 +50,15 @@ def faulty(
         yield run
 
 
-def faults(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "debug/history.json").read_text())["faults"]
-    return found
+def train_faulty(
+    overrides: list[str], folder: Path | None, at: Mapping[int, Change], *hooks: Hook
+) -> Summary:
+    """The summary of such a run that was trained to its end."""
+    with faulty(overrides, folder, at) as run:
+        run.hooks += hooks
+        return train(run)
 
 
 def anomalies(folder: Path) -> list[dict[str, Any]]:
-    text = (folder / "debug/anomalies.json").read_text()
-    found: list[dict[str, Any]] = json.loads(text)["anomalies"]
+    found: list[dict[str, Any]] = debug_file(folder, "anomalies")["anomalies"]
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,19 +27,15 @@ from tests.core.stability.faulty import (
     WATCHFUL,
     Change,
     anomalies,
-    faults,
     faulty,
     louder,
+    train_faulty,
 )
-from tests.runs import AtSteps, interrupt, rows
+from tests.runs import AtSteps, differences, faults, interrupt, rows, weights
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
 WARM = [*LINE, "training.steps=60"]
-
-
-def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 class Past(Hook):
@@ -47,11 +43,11 @@ class Past(Hook):
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
-        self.weights: dict[int, list[Tensor]] = {}
+        self.weights: dict[int, dict[str, Tensor]] = {}
 
     def on_step(self, run: Run, step: Step) -> None:
         if step.number in self.steps:
-            self.weights[step.number] = [p.detach().clone() for p in run.model.parameters()]
+            self.weights[step.number] = weights(run)
 
 
 def times(factor: float) -> Change:
@@ -109,24 +105,22 @@ def test_a_run_with_a_spike_is_that_without_the_batch(tmp_path: Path) -> None:
         def on_gradients(self, run: Run, step: Step) -> Verdict:
             return Verdict.SKIP
 
-    weights = []
+    ends = []
     for at, hooks in (({45: louder}, []), ({}, [Veto()])):
-        with faulty([*WARM, *WATCHFUL], None, at) as run:  # type: ignore[arg-type]
-            run.hooks += hooks
-            summary = train(run)
-            weights.append([p.detach().clone() for p in run.model.parameters()])
-            assert summary.skipped_steps == 1
+        past = Past(60)
+        summary = train_faulty([*WARM, *WATCHFUL], None, at, *hooks, past)
+        ends.append(past.weights)
+        assert summary.skipped_steps == 1
     assert summary.faults == {}
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    assert differences(*ends) == []
 
 
 def test_switched_off_nothing_is_skipped_but_it_is_written_down(tmp_path: Path) -> None:
     off = [*WARM, *WATCHFUL, "stability=off"]
-    with faulty(off, tmp_path, {45: louder}) as run:
-        assert train(run).faults == {}
-    with faulty([*off, "debug.capture.enabled=false"], tmp_path / "b", {45: times(1e30)}) as run:
-        with pytest.raises(GaveUp, match="the weights are not finite after step 60"):
-            train(run)
+    assert train_faulty(off, tmp_path, {45: louder}).faults == {}
+    off.append("debug.capture.enabled=false")
+    with pytest.raises(GaveUp, match="the weights are not finite after step 60"):
+        train_faulty(off, tmp_path / "b", {45: times(1e30)})
     summary = Summary.read(tmp_path / "b")
     assert (summary.status, summary.skipped_steps) == ("failed", 0)
     assert summary.faults["non_finite"] == 1
@@ -155,9 +149,7 @@ def test_a_checkpoint_that_is_not_finite_is_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """That of step 15 has finite weights and a NaN in the optimizer's state."""
-    with faulty([*WARM, "checkpoint.every=5"], tmp_path) as run:
-        run.hooks.append(AtSteps(15, ruin_moments))
-        summary = train(run)
+    summary = train_faulty([*WARM, "checkpoint.every=5"], tmp_path, {}, AtSteps(15, ruin_moments))
     assert (summary.status, summary.faults["rollback"]) == ("done", 1)
     assert "step 15 is not usable: the optimizer's state is not finite" in caplog.text
     assert "rolled back to step 10" in caplog.text
@@ -171,14 +163,11 @@ def test_no_rollback_goes_to_a_checkpoint_of_an_interruption_or_an_exception(
     error: type[Exception],
 ) -> None:
     """It rolls back to that of step 10, as the uninterrupted run does."""
-    with faulty([*WARM, "checkpoint.every=10"], tmp_path) as run:
-        run.hooks.append(AtSteps(13, action))
-        with pytest.raises(error):
-            train(run)
+    overrides = [*WARM, "checkpoint.every=10", "checkpoint.resume=auto"]
+    with pytest.raises(error):
+        train_faulty(overrides, tmp_path, {}, AtSteps(13, action))
     assert (tmp_path / "checkpoints/step_00000013").is_dir()
-    with faulty([*WARM, "checkpoint.every=10", "checkpoint.resume=auto"], tmp_path) as run:
-        run.hooks.append(AtSteps(16, ruin_weights))
-        summary = train(run)
+    summary = train_faulty(overrides, tmp_path, {}, AtSteps(16, ruin_weights))
     assert (summary.status, summary.faults["rollback"]) == ("done", 1)
     assert "rolled back to step 10" in caplog.text
 
@@ -207,11 +196,10 @@ def test_statistics_of_a_bad_batch_are_restored_and_lost_ones_roll_back_at_once(
 def test_a_run_that_gave_up_at_its_last_step_gives_up_again_and_is_never_done(
     tmp_path: Path,
 ) -> None:
+    overrides = [*LINE, "training.steps=30", "checkpoint.resume=auto"]
     for _ in range(2):
-        with faulty([*LINE, "training.steps=30", "checkpoint.resume=auto"], tmp_path) as run:
-            run.hooks.append(AtSteps(range(2, 31), ruin_weights))
-            with pytest.raises(GaveUp, match="the weights are not finite"):
-                train(run)
+        with pytest.raises(GaveUp, match="the weights are not finite"):
+            train_faulty(overrides, tmp_path, {}, AtSteps(range(2, 31), ruin_weights))
         assert Summary.read(tmp_path).status == "failed"
         kept = Checkpointer(None, keep=1).restore(tmp_path)
         assert kept is not None and kept.step < 30
@@ -238,8 +226,8 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
         train(run)
         said = [f.message for f in run.history.faults.values() if f.kind == "rollback"]
     assert said[0].startswith("rolled back to step 40")
-    assert same(past.weights[60], past.weights[44])  # on_step comes before the roll-back
-    assert not same(past.weights[60], past.weights[40])
+    assert not differences(past.weights[60], past.weights[44])  # on_step is before the roll-back
+    assert differences(past.weights[60], past.weights[40])
 
 
 def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
@@ -249,8 +237,8 @@ def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_
     with faulty([*WARM, *every, "stability.max_consecutive_skips=3"], tmp_path, at) as run:
         run.hooks += [past := Past(24, 48), AtSteps(70, roll_back)]
         assert train(run).faults["rollback"] == 2
-        assert same(past.weights[24], list(run.model.parameters()))
-    assert not same(past.weights[24], past.weights[48])
+        assert not differences(past.weights[24], weights(run))
+    assert differences(past.weights[24], past.weights[48])
 
 
 def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: Path) -> None:
@@ -265,8 +253,7 @@ def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: P
         assert saved is not None
         assert saved.step == 47
         assert saved.state["update"]["backoff"] == run.update.backoff == 0.3
-        state = run.model.state_dict()
-        assert same([saved.model[name] for name in state], list(state.values()))
+        assert differences(saved.model, weights(run)) == []
 
 
 FP16 = ["optimization=amp", "optimization.amp.dtype=fp16", "training.steps=30"]
@@ -337,8 +324,7 @@ def test_a_lasting_change_of_the_loss_is_the_new_baseline_and_never_ends_the_run
     at = dict.fromkeys(range(61, 201), lambda x: x + 1e3)
     long = [*LINE, *WATCHFUL, "training.steps=200", "checkpoint.every=20"]
     for option, last in (("default", 90), ("strict", 80)):
-        with faulty([*long, f"stability={option}"], tmp_path / option, at) as run:
-            summary = train(run)
+        summary = train_faulty([*long, f"stability={option}"], tmp_path / option, at)
         assert (summary.status, summary.faults.keys()) == ("done", {"spike"})
         bad = [row for row in anomalies(tmp_path / option) if row["step"] <= 100]
         assert [row["step"] for row in bad] == [*range(61, last + 1)]
@@ -347,19 +333,17 @@ def test_a_lasting_change_of_the_loss_is_the_new_baseline_and_never_ends_the_run
 
 
 def test_strict_stops_at_the_first_bad_step_with_a_checkpoint(tmp_path: Path) -> None:
-    with faulty([*WARM, "stability=strict"], tmp_path, {14: times(math.nan)}) as run:
-        with pytest.raises(GaveUp, match="step 14: the loss was nan; not rolled back"):
-            train(run)
-    record = json.loads((tmp_path / "summary.json").read_text())
-    assert (record["status"], record["steps"]) == ("failed", 20)
+    with pytest.raises(GaveUp, match="step 14: the loss was nan; not rolled back"):
+        train_faulty([*WARM, "stability=strict"], tmp_path, {14: times(math.nan)})
+    summary = Summary.read(tmp_path)
+    assert (summary.status, summary.steps) == ("failed", 20)
     assert (tmp_path / "checkpoints/step_00000020").is_dir()
 
 
 def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(tmp_path: Path) -> None:
     overrides = [*WARM, *WATCHFUL, "stability=off", "debug.on_anomaly=raise"]
-    with faulty(overrides, tmp_path, {35: louder, 44: times(math.nan)}) as run:
-        with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
-            train(run)
+    with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
+        train_faulty(overrides, tmp_path, {35: louder, 44: times(math.nan)})
     assert (tmp_path / "checkpoints/step_00000050").is_dir()
 
 
@@ -413,22 +397,15 @@ class Late(StepMetricsReader):
         self.windows[-1].ready = self.Arrived()  # type: ignore[assignment]
 
 
-Outcome = tuple[Summary, str, dict[str, Tensor]]
-
-
-def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outcome | None:
-    with faulty([*ROUGH, *more], folder, TROUBLE) as run:
+def rough(folder: Path, late: bool, *hooks: Hook) -> tuple[Summary, Any]:
+    with faulty([*ROUGH, "checkpoint.resume=auto"], folder, TROUBLE) as run:
         if late:
             reader = Late(run.device.torch)
             reader.load(run.reader.state())
             run.reader = reader
-        if cut is not None:
-            run.hooks.append(AtSteps(cut, interrupt))
-            with pytest.raises(Interrupted):
-                train(run)
-            return None
+        run.hooks += hooks
         summary = train(run)
-        return summary, repr(run.stability.state()), run.model.state_dict()  # NaN is itself
+        return summary, [run.stability.state(), weights(run)]
 
 
 @pytest.mark.parametrize(
@@ -437,14 +414,13 @@ def rough(folder: Path, late: bool, cut: int | None = None, *more: str) -> Outco
 def test_a_run_cut_off_around_its_trouble_ends_in_the_same_bits(
     late: bool, cuts: tuple[int, ...], tmp_path: Path
 ) -> None:
-    summary, state, weights = rough(tmp_path / "whole", late)  # type: ignore[misc]
+    summary, end = rough(tmp_path / "whole", late)
     assert summary.faults["rollback"] == 1
     # read late, the second bad norm is already the new baseline
     assert summary.faults["spike"] > (1 if late else 2)
     for cut in cuts:
         resumed = tmp_path / str(cut)
-        rough(resumed, late, cut)
-        _, after, again = rough(resumed, late, None, "checkpoint.resume=auto")  # type: ignore[misc]
-        assert after == state
-        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        with pytest.raises(Interrupted):
+            rough(resumed, late, AtSteps(cut, interrupt))
+        assert differences(rough(resumed, late)[1], end) == []
         assert rows(tmp_path / "whole") == rows(resumed)

@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from runner import train
-from runner.core.build.build import build
 from runner.core.build.setup import Components
 from runner.core.data.dataset import TensorsDataset
 from runner.core.data.user_dataset import UserDataset
@@ -43,8 +41,7 @@ class Pairs:
 
 def summary_of(data: Any, model: nn.Module, *more: str, folder: Path | None = None) -> Summary:
     given = Components(model=model, data=data)
-    with build(runs.config(*OFF, *more), folder, given) as run:
-        return train(run)
+    return runs.trained(*OFF, *more, folder=folder, given=given)
 
 
 def classes(user: bool) -> Any:

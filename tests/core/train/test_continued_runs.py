@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from runner import build, compose, train
+from runner import train
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.jobs.run_report import render_report
 from runner.core.optim.schedule import lr_factors
 from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
-from tests.runs import rows
+from tests.runs import differences, opened, rows, trained
 
 RUN = ["data=cancer", "model=mlp", "model.width=4", "optimization=none", "device.threads=1",
        "monitoring.progress=false", "monitoring.tensorboard=false", "monitoring.every=1",
-       "checkpoint.keep=99", "schedule=constant"]  # fmt: skip
+       "checkpoint.keep=99", "schedule=constant", "checkpoint.resume=auto"]  # fmt: skip
 SAMPLES = 455
 
 
@@ -34,14 +31,6 @@ class Counting(Hook):
 
     def on_step(self, run: Run, step: Step) -> None:
         self.counts.update(run.train.indices(step.number - 1))
-
-
-@contextmanager
-def opened(folder: Path, hook: Hook, *overrides: str, resume: str = "auto") -> Iterator[Run]:
-    config = compose([*RUN, *overrides, f"checkpoint.resume={resume}"])
-    with build(config, folder) as run:
-        run.hooks.append(hook)
-        yield run
 
 
 def keep_until(folder: Path, step: int) -> None:
@@ -56,13 +45,11 @@ def test_with_another_batch_size_every_sample_is_trained_on_as_often_as_epochs_w
     step: int, tmp_path: Path
 ) -> None:
     seen = Counting()
-    with opened(tmp_path, seen, "training.batch_size=100", f"training.steps={step}") as run:
-        train(run)
+    first = ["training.batch_size=100", f"training.steps={step}"]
+    trained(*RUN, *first, folder=tmp_path, hooks=[seen])
     smaller = ["training.batch_size=40", "training.steps=null", "training.epochs=4"]
-    with opened(tmp_path, seen, *smaller) as run:
-        left = 2 * 12 if step == 10 else 7 + 12  # 255 samples in batches of 40, and an epoch
-        assert run.total_steps == step + left
-        summary = train(run)
+    summary = trained(*RUN, *smaller, folder=tmp_path, hooks=[seen])
+    left = 2 * 12 if step == 10 else 7 + 12  # 255 samples in batches of 40, and an epoch
     assert (summary.steps, summary.epochs) == (step + left, 4.0)
     assert len(seen.counts) == SAMPLES and set(seen.counts.values()) == {4}
     column = [row["epoch"] for row in rows(tmp_path, "train")]
@@ -71,13 +58,10 @@ def test_with_another_batch_size_every_sample_is_trained_on_as_often_as_epochs_w
 
 def test_the_schedule_is_over_the_steps_done_and_those_left(tmp_path: Path) -> None:
     cosine = ["schedule=cosine", "schedule.warmup=0", "optimizer.lr=0.01"]
-    typed = ["training.batch_size=100", "training.epochs=3", *cosine]
-    with opened(tmp_path, Counting(), *typed, "training.validate_every=10") as run:
-        train(run)
+    typed = [*RUN, "training.epochs=3", *cosine]
+    trained(*typed, "training.batch_size=100", "training.validate_every=10", folder=tmp_path)
     keep_until(tmp_path, 10)
-    with opened(
-        tmp_path, Counting(), *cosine, "training.batch_size=50", "training.epochs=3"
-    ) as run:
+    with opened(*typed, "training.batch_size=50", folder=tmp_path) as run:
         assert run.progress.step == 10 and run.total_steps == 20
         train(run)
     factors = lr_factors(ScheduleConfig(ScheduleKind.cosine, warmup=0), 20)
@@ -88,32 +72,26 @@ def test_the_schedule_is_over_the_steps_done_and_those_left(tmp_path: Path) -> N
 def test_a_run_with_another_batch_size_that_is_killed_ends_in_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    first = ["training.batch_size=100", "training.epochs=2", "schedule=cosine"]
-    with opened(tmp_path / "whole", Counting(), *first, "checkpoint.every=7") as run:
-        train(run)
+    cosine = [*RUN, "schedule=cosine"]
+    first = ["training.batch_size=100", "training.epochs=2", "checkpoint.every=7"]
+    trained(*cosine, *first, folder=tmp_path / "whole")
     keep_until(tmp_path / "whole", 7)
-    then = ["training.batch_size=30", "training.epochs=3", "schedule=cosine", "checkpoint.every=9"]
-    with opened(tmp_path / "whole", Counting(), *then) as run:
-        train(run)
+    then = ["training.batch_size=30", "training.epochs=3", "checkpoint.every=9"]
+    trained(*cosine, *then, folder=tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "killed", symlinks=True)
     keep_until(tmp_path / "killed", 18)
-    with opened(tmp_path / "killed", Counting(), *then) as run:
+    with opened(*cosine, *then, folder=tmp_path / "killed") as run:
         assert run.progress.step == 18
         train(run)
     ends = [Checkpointer(tmp_path / name, keep=99).restore() for name in ("whole", "killed")]
     one, other = (end for end in ends if end is not None)
-    assert one.step == other.step and all(
-        torch.equal(one.model[n], other.model[n]) for n in one.model
-    )
+    assert one.step == other.step and differences(one.model, other.model) == []
     assert rows(tmp_path / "whole") == rows(tmp_path / "killed")
 
 
 def test_a_number_of_steps_stays_one_with_another_batch_size(tmp_path: Path) -> None:
-    with opened(tmp_path, Counting(), "training.batch_size=100", "training.steps=5") as run:
-        train(run)
-    with opened(tmp_path, Counting(), "training.batch_size=50", "training.steps=9") as run:
-        assert run.total_steps == 9
-        summary = train(run)
+    trained(*RUN, "training.batch_size=100", "training.steps=5", folder=tmp_path)
+    summary = trained(*RUN, "training.batch_size=50", "training.steps=9", folder=tmp_path)
     assert summary.steps == 9 and summary.epochs == pytest.approx(1 + 4 / 10)
 
 
@@ -126,7 +104,7 @@ class Stale(Hook):
                 parameter.grad.zero_()
 
 
-PATIENT = ["training.batch_size=100", "training.patience=2", "training.validate_every=3",
+PATIENT = [*RUN, "training.batch_size=100", "training.patience=2", "training.validate_every=3",
            "optimizer.weight_decay=0"]  # fmt: skip
 
 
@@ -142,14 +120,11 @@ def test_a_run_that_patience_ended_trains_on_if_it_is_made_longer_and_counts_fro
     longer: list[str], end: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "runner")
-    with opened(tmp_path, Stale(), *PATIENT, "training.epochs=20") as run:
-        first = train(run)
-    assert (first.status, first.steps) == ("stopped", 9)
-    with opened(tmp_path, Stale(), *PATIENT, "training.epochs=20") as run:
-        assert train(run).steps == 9  # the same length: it stays ended
+    for _ in range(2):  # with the same length it stays ended
+        first = trained(*PATIENT, "training.epochs=20", folder=tmp_path, hooks=[Stale()])
+        assert (first.status, first.steps) == ("stopped", 9)
     assert "trains on" not in caplog.text
-    with opened(tmp_path, Stale(), *PATIENT, *longer) as run:
-        then = train(run)
+    then = trained(*PATIENT, *longer, folder=tmp_path, hooks=[Stale()])
     assert caplog.text.count("training.patience had ended this run at step 9") == 1
     assert (then.status, then.steps, then.resumed_step) == ("stopped", end, 9)
     assert f"{end - 9} of the steps now in" in render_report(then, tmp_path)
@@ -160,8 +135,7 @@ def test_a_resume_of_a_run_that_has_more_steps_trains_none_and_warns_of_no_rate(
 ) -> None:
     caplog.set_level("INFO", "runner")
     for steps in (10, 5):
-        typed = f"training.steps={steps}", "schedule=cosine"
-        with opened(tmp_path, Stale(), *typed) as run:
-            assert train(run).steps == 10
+        typed = (*RUN, f"training.steps={steps}", "schedule=cosine")
+        assert trained(*typed, folder=tmp_path).steps == 10
     assert "continuing after step 10: no steps are left to train" in caplog.text
     assert "learning rate" not in caplog.text

@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner import build, train
+from runner import build
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.checkpoint.folder import find_inherited, steps
 from runner.core.errors import CheckpointError
 from runner.core.record.summary import Summary
-from tests.runs import config
+from tests.runs import config, trained
 
 # the highest loss is called the best, so that the first validation is
 PARENT = ("model=mlp", "model.width=8", "training.steps=24", "training.validate_every=8",
@@ -36,8 +36,7 @@ def data(folder: Path) -> tuple[str, ...]:
 
 
 def run_in(folder: Path, *typed: str) -> Summary:
-    with build(config(*data(folder.parent), *PARENT, *typed), folder) as run:
-        return train(run)
+    return trained(*data(folder.parent), *PARENT, *typed, folder=folder)
 
 
 @pytest.fixture(scope="module")

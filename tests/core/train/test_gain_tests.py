@@ -53,12 +53,14 @@ class Slow(nn.Module):
 def trained(
     *overrides: str, slow_with: bool, folder: Path | None = None
 ) -> tuple[Summary, dict[str, Tensor], list[dict[str, Any]]]:
-    config = runs.config(*RUN, *overrides)
     given = Components(model=Slow(slow_with), hooks=[runs.AtSteps(MADE, lambda run: Verdict.STOP)])
-    with build(config, folder, given) as run:
+    with runs.opened(*RUN, *overrides, folder=folder, given=given) as run:
         summary = train(run)
-        weights = {name: w.clone() for name, w in run.model.state_dict().items()}
-        return summary, weights, [] if run.gain_tests is None else run.gain_tests.history()
+        return (
+            summary,
+            runs.weights(run),
+            [] if run.gain_tests is None else run.gain_tests.history(),
+        )
 
 
 def test_a_technique_that_is_slower_here_is_dropped_with_both_figures_and_resume_is_exact(
@@ -88,7 +90,7 @@ def test_a_technique_that_is_slower_here_is_dropped_with_both_figures_and_resume
             *LEVEL, *every, "checkpoint.resume=auto", slow_with=True, folder=place
         )
         assert runs.rows(place, "train") == runs.rows(tmp_path / "once", "train")
-        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        assert runs.differences(again, weights) == []
         assert runs.status(resumed, "amp").status == "skipped"
         assert "slower here" in runs.status(resumed, "amp").reason
 
@@ -141,16 +143,15 @@ def test_a_run_too_short_to_measure_uses_only_what_was_measured_before_and_says_
 @pytest.mark.parametrize("slow_with", [False, True])
 def test_a_short_run_uses_a_technique_that_a_long_one_measured_as_faster(slow_with: bool) -> None:
     trained(*LEVEL, slow_with=slow_with)
-    short = runs.config(*RUN, *LEVEL, "training.steps=100")
-    with build(short, given=Components(model=Slow(slow_with))) as run:
+    short, given = (*RUN, *LEVEL, "training.steps=100"), Components(model=Slow(slow_with))
+    with runs.opened(*short, given=given) as run:
         (choice,) = [c for c in run.choices if c.key == "optimization.amp.enabled"]
         assert choice.value is not slow_with
         assert choice.reason.startswith("measured before on this machine: ")
         assert ("amp" in dict(run.techniques)) is not slow_with
         assert skipped(run, "amp") == (choice.reason if slow_with else "")
     for changed in ("training.batch_size=4", "device.threads=2"):
-        config = runs.config(*RUN, *LEVEL, "training.steps=100", changed)
-        with build(config, given=Components(model=Slow(slow_with))) as run:
+        with runs.opened(*short, changed, given=given) as run:
             assert "no earlier run here measured it" in skipped(run, "amp")
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,19 @@ from runner.core.train.loop import train
 from tests import runs
 
 
-def test_the_first_signal_is_answered_at_once_and_only_that(
-    caplog: pytest.LogCaptureFixture,
+@contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    """A signal's handler is this one."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize(("number", "name"), [(2, "Ctrl-C"), (15, "SIGTERM")])
+def test_the_first_signal_is_answered_at_once_and_the_second_waits_for_no_step(
+    number: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     said = threading.Event()
 
@@ -34,24 +45,26 @@ def test_the_first_signal_is_answered_at_once_and_only_that(
         def emit(self, record: logging.LogRecord) -> None:
             said.set()
 
-    logger, handler = logging.getLogger("runner"), Told()
+    logger, handler, before = logging.getLogger("runner"), Told(), signal.getsignal(number)
     logger.addHandler(handler)
     try:
-        with InterruptHandler("stopping after this step"):
-            os.kill(os.getpid(), signal.SIGTERM)
+        with InterruptHandler("stopping after this step") as interrupts:
+            os.kill(os.getpid(), number)
             assert said.wait(10)  # while nothing else goes on
+            assert interrupts.received == number
+            assert interrupts.error().exit_code == 128 + number
             with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
     finally:
         logger.removeHandler(handler)
-    assert caplog.messages == ["SIGTERM: stopping after this step"]
+    assert caplog.messages == [f"{name}: stopping after this step"]
+    assert signal.getsignal(number) is before
     assert "interrupts" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("number", [15, 10])
 def test_a_signal_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart(number: int) -> None:
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
+    with handled(number, signal.SIG_DFL):
         with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals():
             with InterruptHandler() as interrupts:  # theirs while they are there
                 os.kill(os.getpid(), number)
@@ -62,8 +75,6 @@ def test_a_signal_before_a_run_unwinds_as_ctrl_c_does_and_is_told_apart(number: 
         assert str(error) == f"interrupted by {signal.Signals(number).name}"
         assert interruption_before_run(KeyboardInterrupt()).exit_code == 130
         assert signal.getsignal(number) is signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
 
 
 def test_what_a_library_raises_while_a_signal_unwinds_it_is_the_signal() -> None:
@@ -95,13 +106,10 @@ def test_a_signal_that_nohup_ignores_or_another_program_handles_is_left_to_them(
 ) -> None:
     theirs: list[int] = []
     for handler in (signal.SIG_IGN, lambda received, frame: theirs.append(received)):
-        before = signal.signal(number, handler)
-        try:
+        with handled(number, handler):
             with raise_on_signals(), InterruptHandler("stopping") as interrupts:
                 os.kill(os.getpid(), number)
             assert interrupts.received is None
-        finally:
-            signal.signal(number, before)
     assert theirs == [number]
 
 
@@ -120,25 +128,11 @@ def test_a_signal_to_all_processes_of_a_run_ends_in_a_checkpoint(
                 if number != signal.SIGHUP:  # SLURM's next may come before the step has ended
                     os.kill(os.getpid(), signal.SIGTERM)
 
-    with runs.opened("data.workers=2", folder=tmp_path) as run:
-        run.hooks.append(Ends())
-        with pytest.raises(Interrupted) as ended:
-            train(run)
+    with pytest.raises(Interrupted) as ended:
+        runs.trained("data.workers=2", folder=tmp_path, hooks=[Ends()])
     assert ended.value.exit_code == (129 if number == signal.SIGHUP else 143)
     assert Summary.read(tmp_path).checkpoint.last == "checkpoints/step_00000003"
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_does_not_wait_for_the_step(number: int) -> None:
-    before = signal.getsignal(number)
-    with InterruptHandler() as interrupts:
-        os.kill(os.getpid(), number)
-        assert interrupts.received == number
-        assert interrupts.error().exit_code == 128 + number
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-    assert signal.getsignal(number) is before
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -195,8 +189,7 @@ def test_a_handler_that_other_code_sets_during_a_run_is_named_once(
 def test_a_handler_set_before_the_run_trains_is_named_in_a_command_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    before = signal.signal(signal.SIGTERM, _own_handler)
-    try:
+    with handled(signal.SIGTERM, _own_handler):
         with InterruptHandler() as interrupts:  # a program's own is no surprise to it
             interrupts.warn_overridden()
         assert not caplog.messages
@@ -208,8 +201,6 @@ def test_a_handler_set_before_the_run_trains_is_named_in_a_command_only(
             signal.signal(signal.SIGTERM, _own_handler)
             with InterruptHandler() as interrupts:
                 interrupts.warn_overridden()
-    finally:
-        signal.signal(signal.SIGTERM, before)
     (message,) = caplog.messages
     assert message.startswith("SIGTERM: other code has set the handler ")
     assert "._own_handler (" in message

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from runner import Summary, build, compose, train
+from runner import Summary
 from runner.core.checkpoint.lock import is_locked
 from runner.core.errors import StorageError
 from runner.core.interfaces.run import Run
 from runner.core.record.console import close_logging, set_up_logging
-from tests.runs import QUICK, AtSteps, command, rows
+from tests.runs import QUICK, AtSteps, command, rows, scalars, trained
 
 SHORT = (*QUICK, "data=cancer", "model=mlp", "training.steps=24", "training.validate_every=6")
 SHORT += ("monitoring.every=2", "checkpoint.every=6", "debug.capture.enabled=false")
@@ -32,6 +31,30 @@ sys.stdin.read()
 """
 
 
+HOOK = """
+import shutil
+from runner import Hook
+class Removes(Hook):
+    def on_step(self, run, step):
+        if step.number == 15 and run.writes:
+            {action}
+"""
+
+
+def removed_by_a_command(place: Path, action: str, *typed: str) -> Any:
+    """What `python -m runner` with a hook that removes the run's folder ended with."""
+    (place / "own.py").write_text(HOOK.format(action=action))
+    trusted = ("security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
+    return command(place, *SHORT, *trusted, *typed, "hydra.run.dir=outputs/r")
+
+
+def resumed_by_a_command(place: Path) -> Summary:
+    typed = ("checkpoint.resume=outputs/r", "training.steps=30", "security.trusted=[own]")
+    again = command(place, *typed)
+    assert again.returncode == 0, again.stderr
+    return Summary.read(place / "outputs/r")
+
+
 def train_in(folder: Path, number: int, action: Callable[[Path], object], *typed: str) -> Summary:
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra/overrides.yaml").write_text("[]\n")
@@ -42,9 +65,7 @@ def train_in(folder: Path, number: int, action: Callable[[Path], object], *typed
         action(folder)
 
     try:
-        with build(compose([*SHORT, *typed]), folder) as run:
-            run.hooks.append(AtSteps(number, act))
-            return train(run)
+        return trained(*SHORT, *typed, folder=folder, hooks=[AtSteps(number, act)])
     finally:
         close_logging()
 
@@ -69,8 +90,7 @@ def test_the_files_of_a_removed_folder_are_made_again_with_all_that_they_held(
     assert summary.status == "done" and "removed" in summary.reason
     assert [row["step"] for row in rows(folder, "train")] == [*range(2, 25, 2)]
     assert [row["step"] for row in rows(folder, "val")] == [6, 12, 18, 24]
-    events = EventAccumulator(str(folder)).Reload()
-    assert [e.step for e in events.Scalars("watch_train/loss")] == [*range(2, 25, 2)]
+    assert [step for step, _ in scalars(folder, "watch_train/loss")] == [*range(2, 25, 2)]
     assert (folder / ".hydra/overrides.yaml").read_text() == "[]\n"
     log = (folder / "run.log").read_text()
     assert "removed during the run" in log and log.count("its files are made again") == 1
@@ -126,37 +146,20 @@ def test_nothing_is_written_where_another_run_has_locked_the_removed_folder(tmp_
 
 @pytest.mark.slow
 def test_the_end_of_a_run_says_that_its_folder_was_removed(tmp_path: Path) -> None:
-    code = "import shutil\nfrom runner import Hook\nclass Removes(Hook):\n"
-    code += "    def on_step(self, run, step):\n"
-    code += "        if step.number == 15:\n"
-    code += "            run.checkpointer.join()\n"
-    code += "            shutil.rmtree(run.folder)\n"
-    (tmp_path / "own.py").write_text(code)
-    typed = (*SHORT, "security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
-    done = command(tmp_path, *typed, "hydra.run.dir=outputs/r")
+    done = removed_by_a_command(tmp_path, "run.checkpointer.join(); shutil.rmtree(run.folder)")
     title = next(line for line in done.stdout.splitlines() if line)
     assert done.returncode == 0 and "done" in title and "removed by step 16" in title
     overrides = (tmp_path / "outputs/r/.hydra/overrides.yaml").read_text()
     assert "training.steps=24" in overrides and len(rows(tmp_path / "outputs/r", "train")) == 12
-    again = command(tmp_path, "checkpoint.resume=outputs/r", "training.steps=30",
-                    "security.trusted=[own]")  # fmt: skip
-    assert again.returncode == 0, again.stderr
-    summary = json.loads((tmp_path / "outputs/r/summary.json").read_text())
-    assert summary["steps"] == 30
+    assert resumed_by_a_command(tmp_path).steps == 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_processes_of_a_run_make_its_removed_folder_again(kind: str, tmp_path: Path) -> None:
-    code = "import shutil\nfrom runner import Hook\nclass Removes(Hook):\n"
-    code += "    def on_step(self, run, step):\n"
-    code += "        if step.number == 15 and run.writes:\n"
-    code += "            run.folder.rename(moved := run.folder.with_name('moved'))\n"
-    code += "            shutil.rmtree(moved, ignore_errors=True)\n"
-    (tmp_path / "own.py").write_text(code)
-    typed = (*SHORT, "security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
+    action = "shutil.rmtree(run.folder.rename(run.folder.with_name('moved')), ignore_errors=True)"
     ranks = (f"distributed={kind}", "distributed.processes=2", "distributed.timeout_s=30")
-    done = command(tmp_path, *typed, *ranks, "hydra.run.dir=outputs/r")
+    done = removed_by_a_command(tmp_path, action, *ranks)
     folder = tmp_path / "outputs/r"
     assert done.returncode == 0, done.stderr
     summary = Summary.read(folder)
@@ -166,6 +169,4 @@ def test_processes_of_a_run_make_its_removed_folder_again(kind: str, tmp_path: P
     for name in ("run.log", "ranks/1/run.log"):
         assert "removed during the run" in (folder / name).read_text()
     assert (folder / "checkpoints/best/manifest.json").is_file()
-    again = command(tmp_path, "checkpoint.resume=outputs/r", "training.steps=30",
-                    "security.trusted=[own]")  # fmt: skip
-    assert again.returncode == 0 and Summary.read(folder).steps == 30, again.stderr
+    assert resumed_by_a_command(tmp_path).steps == 30

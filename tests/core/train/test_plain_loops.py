@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,16 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from runner import train
-from runner.core.build.build import build
 from runner.core.build.setup import Components
 from runner.core.data.user_dataset import UserDataset
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.data import DataConfig
 from runner.core.train.step import step_seed
-from tests.runs import config
+from tests.runs import differences, opened
 
 STEPS, CLASSES = 7, 3
-pytestmark = pytest.mark.slow
 
 
 class Bert(nn.Module):
@@ -188,6 +187,25 @@ class Experts(nn.Module):
         return self.head(x + output)
 
 
+class Stateful(nn.Module):
+    """Has a Python counter, a memory bank in an attribute, and a teacher that forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(8, CLASSES)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.calls, self.bank = 0, [torch.ones(CLASSES)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.student(x)
+        if self.training:
+            self.calls += 1
+            self.bank.append(features.detach().mean(0) / self.calls)
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.student.weight, 0.1)
+        return features + torch.stack(self.bank).mean(0) + self.teacher(x)
+
+
 def spectral() -> nn.Module:
     first = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
     return nn.Sequential(first, nn.GroupNorm(2, 8), nn.ReLU(), nn.Linear(8, CLASSES))
@@ -211,6 +229,7 @@ CASES: dict[str, Case] = {
     "spectral norm": (spectral, "numbers", functional.cross_entropy),
     "tied weights": (Tied, "tokens", functional.cross_entropy),
     "mixture of experts": (Experts, "numbers", functional.cross_entropy),
+    "counter, bank and teacher": (Stateful, "numbers", functional.cross_entropy),
 }
 
 
@@ -234,35 +253,45 @@ class Samples:
         return self.inputs[index], self.targets[index]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_trains_bit_equal_to_a_plain_loop(name: str) -> None:
+def train_both(name: str, make_optimizer: Any, *level: str) -> tuple[Any, Any]:
+    """Two copies of a model, of which a run trained one and a plain loop the other."""
     make, kind, loss = CASES[name]
-    if kind == "itself":
-        sizes = {"task": "regression", "in_features": 8, "classes": 8}
-    else:
-        sizes = Samples.sizes
     samples: Any = Samples(kind)
-    samples.sizes = sizes
+    if kind == "itself":
+        samples.sizes = {"task": "regression", "in_features": 8, "classes": 8}
     torch.manual_seed(1)
     model = make()
-    plain, optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
-    given = Components(
-        model, UserDataset(samples, "Samples", DataConfig()), CustomObjective(loss, name), optimizer
-    )
-    typed = config("data=cancer", "optimization=none", f"training.steps={STEPS}",
-                   "training.batch_size=16", "training.validate_every=3", "device.threads=1",
-                   "stability.clip_norm=null")  # fmt: skip
-    with build(typed, None, given) as run:
+    plain = copy.deepcopy(model)
+    data = UserDataset(samples, "Samples", DataConfig())
+    optimizer = make_optimizer(model.parameters())
+    given = Components(model, data, CustomObjective(loss, name), optimizer)
+    typed = ("data=cancer", f"training.steps={STEPS}", "training.batch_size=16",
+             "training.validate_every=3", "stability.clip_norm=null")  # fmt: skip
+    with opened(*typed, *level, given=given) as run:
         batches = list(islice(run.train.batches(0), STEPS))
         seeds = [step_seed(run, number) for number in range(1, STEPS + 1)]
         train(run)
-    own = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    plain.train()
-    for (inputs, target), seed in zip(batches, seeds, strict=True):
-        torch.manual_seed(seed)
-        own.zero_grad()
-        loss(plain(inputs), target).backward()
-        own.step()
-    expected = plain.state_dict()
-    differ = [k for k, v in model.state_dict().items() if not torch.equal(v, expected[k])]
-    assert differ == []
+        own = make_optimizer(plain.parameters())  # with as many threads as the run
+        plain.train()
+        for (inputs, target), seed in zip(batches, seeds, strict=True):
+            torch.manual_seed(seed)
+            own.zero_grad()
+            loss(plain(inputs), target).backward()
+            own.step()
+    return model, plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_trains_bit_equal_to_a_plain_loop(name: str) -> None:
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    model, plain = train_both(name, adam, "optimization=none")
+    assert differences(model.state_dict(), plain.state_dict()) == []
+
+
+def test_probing_leaves_no_trace_in_a_counter_a_bank_and_a_teacher_at_the_default_level() -> None:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    model, plain = train_both("counter, bank and teacher", sgd)
+    assert differences(model.state_dict(), plain.state_dict()) == []
+    assert model.calls == plain.calls == STEPS
+    assert differences(model.bank, plain.bank) == []

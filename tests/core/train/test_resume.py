@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import train
 from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
@@ -26,9 +26,8 @@ from tests import runs
 from tests.faults.end_state import end_state, run_files
 from tests.runs import AtSteps, command, interrupt, opened, rows
 
-OURS = ["security.trusted=[my_package]", "device.threads=1", "monitoring.progress=false"]
-NOISY = [*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net",
-         "training.batch_size=20"]  # fmt: skip
+NOISY = [*runs.NOISY, "training.batch_size=20"]
+CANCER = ["data=cancer", "model=mlp"]
 EVERYTHING = {
     "noise, dropout, BatchNorm, cosine, average, accumulation, 0 workers": [
         *NOISY, "optimization=basic", "schedule=cosine", "optimizer.ema=0.9",
@@ -46,8 +45,8 @@ EVERYTHING = {
         "optimizer=sgd", "optimizer.lr=0.05",
     ],
     "gpt in bf16": [
-        *OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16", "model.heads=2",
-        "model.dropout=0.2", "optimization=amp", "optimization.amp.dtype=bf16",
+        *runs.OURS, "data._target_=my_package.Masked", "model=gpt", "model.width=16",
+        "model.heads=2", "model.dropout=0.2", "optimization=amp", "optimization.amp.dtype=bf16",
         "training.batch_size=8",
     ],
 }  # fmt: skip
@@ -57,38 +56,21 @@ EVERY = 7
 
 def final(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     restored = Checkpointer(folder, keep=9).restore()
-    assert restored is not None
-    assert restored.step == STEPS
+    assert restored is not None and restored.step == STEPS
     restored.state.pop("choices")  # one of the two says where it continued
     for key in ("record", "events"):  # timings take more or less room
         restored.state.pop(key)
     return restored.model, restored.state
 
 
-def assert_same(one: Any, other: Any, path: str = "") -> None:
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), path
-        for key in one:
-            assert_same(one[key], other[key], f"{path}.{key}")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), path
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
-            assert_same(a, b, f"{path}[{i}]")
-    elif isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), path
-    else:
-        assert one == other or (one != one and other != other), path
-
-
 @pytest.mark.parametrize("overrides", EVERYTHING.values(), ids=EVERYTHING.keys())
 def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
     overrides: list[str], tmp_path: Path, my_package: None
 ) -> None:
-    overrides = [*overrides, f"training.steps={STEPS}", "training.validate_every=10",
+    overrides = [*runs.QUICK, *overrides, f"training.steps={STEPS}", "training.validate_every=10",
                  f"checkpoint.every={EVERY}", "checkpoint.keep=9"]  # fmt: skip
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    with build(compose(overrides), straight) as run:
-        train(run)
+    runs.trained(*overrides, folder=straight)
     # as if the power had failed after step 14: what came later is not there, but for a torn record
     shutil.copytree(straight, resumed, symlinks=True)
     for step in (20, 21, STEPS):
@@ -98,17 +80,8 @@ def test_steps_straight_equal_steps_resumed_in_a_fresh_process(
     again = [f"hydra.run.dir={resumed}", *overrides, "checkpoint.resume=auto"]
     done = command(resumed.parent, *again)
     assert done.returncode == 0, done.stdout + done.stderr
-    for one, other in zip(final(straight), final(resumed), strict=True):
-        assert_same(one, other)
+    assert runs.differences(final(straight), final(resumed)) == []
     assert rows(straight) == rows(resumed)
-
-
-class Killed(BaseException):
-    """Ends a session as nothing that is handled does."""
-
-
-def kill(run: Run) -> None:
-    raise Killed
 
 
 TOOLS = ["debug=gradients", "debug.every=2", "debug.memory.enabled=true", "debug.profile.start=4",
@@ -124,10 +97,9 @@ def test_a_run_that_ended_in_between_has_the_files_and_steps_of_a_straight_one(
              "checkpoint.resume=auto"]  # fmt: skip
     for name, ends in (("straight", [0]), ("resumed", [3, 9, 18, STEPS, 0])):
         for step in ends:
-            with build(compose(typed), tmp_path / name) as run:
-                run.hooks.insert(0, AtSteps(step, kill))
-                with suppress(Killed):
-                    train(run)
+            with opened(*typed, folder=tmp_path / name) as run, suppress(runs.Killed):
+                run.hooks.insert(0, AtSteps(step, runs.kill))
+                train(run)
     straight, resumed = (end_state(tmp_path / name) for name in ("straight", "resumed"))
     assert [part for part in straight if straight[part] != resumed[part]] == []
     (trace,) = (tmp_path / "resumed" / "debug" / "traces").iterdir()
@@ -142,13 +114,11 @@ def test_a_checkpoint_of_an_early_end_is_replaced_by_the_next_one(
              "debug.capture.enabled=false", "checkpoint.keep=3",
              "checkpoint.resume=auto"]  # fmt: skip
 
-    with build(compose(typed), tmp_path) as run, pytest.raises(Interrupted):
-        run.hooks.append(AtSteps(6, interrupt))
-        train(run)
+    with pytest.raises(Interrupted):
+        runs.trained(*typed, folder=tmp_path, hooks=[AtSteps(6, interrupt)])
     names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert names == {"step_00000000", "step_00000004", "step_00000006"}
-    with build(compose(typed), tmp_path) as run:
-        train(run)
+    runs.trained(*typed, folder=tmp_path)
     names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
     assert names == {"step_00000004", "step_00000008", "step_00000012"}
 
@@ -165,62 +135,41 @@ def test_a_checkpoint_of_an_early_end_is_replaced_by_the_next_one(
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_way_out(
     before: list[str], then: list[str], why: str, tmp_path: Path
 ) -> None:
-    base = [*OURS, "data=cancer", "model=mlp"]
-    with build(compose([*base, *before, "training.steps=2"]), tmp_path) as run:
-        train(run)
+    runs.trained(*CANCER, *before, "training.steps=2", folder=tmp_path)
     with pytest.raises(CheckpointError, match=f"does not fit .*{why}"):
-        build(compose([*base, *then, f"checkpoint.resume={tmp_path}"]), tmp_path / "other")
+        runs.trained(*CANCER, *then, f"checkpoint.resume={tmp_path}", folder=tmp_path / "other")
 
 
 def test_a_foreign_run_gives_no_trust_even_if_it_is_resumed_in_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = tmp_path / "outputs" / "runs" / "theirs" / "x"
-    overrides = [*OURS, "data=cancer", "training.steps=2"]
-    with build(compose(overrides), theirs) as run:
-        train(run)
+    overrides = [*CANCER, "training.steps=2"]
+    runs.trained(*overrides, folder=theirs)
     again = [*overrides, "security=strict", f"checkpoint.resume={theirs}"]
     with distrust_resumed_folder(theirs), pytest.raises(SecurityError, match="of this run tree"):
-        build(compose(again), theirs)
+        runs.trained(*again, folder=theirs)
     monkeypatch.chdir(tmp_path)  # and now it is one of ours
-    with distrust_resumed_folder(theirs), build(compose(again), theirs) as run:
+    with distrust_resumed_folder(theirs), opened(*again, folder=theirs) as run:
         assert run.progress.step == 2
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=9", "checkpoint.every=3"]
-    with build(compose(overrides), tmp_path) as run:
-        train(run)
-    weights = tmp_path / "checkpoints" / "step_00000009" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-5] ^= 1
-    weights.write_bytes(bytes(data))
-    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
-        assert run.progress.step == 6
-    assert "step_00000009" in caplog.text
-
-
 def test_a_finished_run_is_left_as_it_is_and_a_used_folder_is_refused(tmp_path: Path) -> None:
-    overrides = [*OURS, "data=cancer", "training.steps=9"]
-    with build(compose(overrides), tmp_path) as run:
-        train(run)
+    overrides = [*CANCER, "training.steps=9"]
+    runs.trained(*overrides, folder=tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.suffix in (".json", ".jsonl")}
-    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
-        assert train(run).status == "done"
+    assert runs.trained(*overrides, "checkpoint.resume=auto", folder=tmp_path).status == "done"
     assert before == {name: (tmp_path / name).read_bytes() for name in before}
     with pytest.raises(UsageError, match=r"checkpoint\.resume=auto"):
-        build(compose(overrides), tmp_path)
+        runs.trained(*overrides, folder=tmp_path)
 
 
 def test_what_a_run_was_started_with_is_replaced_once_it_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = [*OURS, "data=cancer", "training.steps=5", "schedule=constant"]
-    with build(compose(overrides), tmp_path / "run") as run:
-        train(run)
+    overrides = [*CANCER, "training.steps=5", "schedule=constant"]
+    runs.trained(*overrides, folder=tmp_path / "run")
     for name, text in ((".hydra", "old"), (".hydra-resumed", "new")):
         shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
         (tmp_path / "run" / name).mkdir()
@@ -228,25 +177,22 @@ def test_what_a_run_was_started_with_is_replaced_once_it_trains_on(
     kept = tmp_path / "run" / ".hydra" / "overrides.yaml"
     resumed = [*overrides, "training.steps=9", "checkpoint.resume=run"]  # as it is typed: relative
     with pytest.raises(CheckpointError):
-        build(compose([*resumed, "model.width=7"]), tmp_path / "run")
+        runs.trained(*resumed, "model.width=7", folder=tmp_path / "run")
     assert kept.read_text() == "old"
-    with build(compose([*resumed, "training.steps=5"]), tmp_path / "run") as run:
-        assert train(run).steps == 5  # there was nothing to do
+    ended = runs.trained(*resumed, "training.steps=5", folder=tmp_path / "run")
+    assert ended.steps == 5  # there was nothing to do
     assert kept.read_text() == "old"
-    with build(compose(resumed), tmp_path / "run") as run:
-        assert train(run).steps == 9
+    assert runs.trained(*resumed, folder=tmp_path / "run").steps == 9
     assert kept.read_text() == "new"
 
 
 def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Path) -> None:
-    overrides = [*OURS, "data=cancer", "optimizer.lr=0", "training.patience=2", "training.epochs=9"]
-    with build(compose(overrides), tmp_path) as run:
-        summary = train(run)
-        assert summary.status == "stopped"
+    overrides = [*CANCER, "optimizer.lr=0", "training.patience=2", "training.epochs=9"]
+    summary = runs.trained(*overrides, folder=tmp_path)
+    assert summary.status == "stopped"
     record = tmp_path / "summary.json"
     record.write_text(record.read_text().replace('"stopped"', '"running"'))  # as after a kill
-    with build(compose([*overrides, "checkpoint.resume=auto"]), tmp_path) as run:
-        again = train(run)
+    again = runs.trained(*overrides, "checkpoint.resume=auto", folder=tmp_path)
     assert (again.status, again.steps) == ("stopped", summary.steps)
 
 
@@ -265,9 +211,7 @@ def test_the_random_draws_of_a_hook_continue_after_a_resume(tmp_path: Path) -> N
     typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
     again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"
     for hook, overrides, folder in ((straight, typed, tmp_path), (resumed, [*typed, again], None)):
-        with opened(*overrides, folder=folder) as run:
-            run.hooks.append(hook)
-            train(run)
+        runs.trained(*overrides, folder=folder, hooks=[hook])
     assert list(resumed.drawn) == [5, 6, 7, 8]
     assert all(straight.drawn[step] == drawn for step, drawn in resumed.drawn.items())
 
@@ -278,9 +222,8 @@ def test_a_longer_schedule_that_raises_the_learning_rate_says_so(
 ) -> None:
     overrides = (*runs.TABLE, f"schedule={schedule}", "schedule.warmup=0", "optimizer.lr=0.01")
     runs.trained(*overrides, "training.steps=10", folder=tmp_path)
-    with runs.opened(
-        *overrides, "training.steps=20", "checkpoint.resume=auto", folder=tmp_path
-    ) as run:
+    longer = ("training.steps=20", "checkpoint.resume=auto")
+    with opened(*overrides, *longer, folder=tmp_path) as run:
         raised = run.update.lr_at(10)
     said = [line for line in caplog.messages if "the learning rate goes from" in line]
     assert len(said) == (schedule != "constant")
@@ -304,8 +247,7 @@ def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
                 run_state, "_run_state",
                 lambda run: {k: v for k, v in complete(run).items() if k not in without},
             )  # fmt: skip
-        with opened(*typed, "training.steps=2", folder=tmp_path) as run:
-            train(run)
+        runs.trained(*typed, "training.steps=2", folder=tmp_path)
     with opened(*typed, "training.steps=3", folder=tmp_path):
         pass
     assert ("they draw other numbers than before step 2" in caplog.text) is older
@@ -358,6 +300,5 @@ def test_each_hook_of_a_class_continues_with_its_own_state(tmp_path: Path) -> No
     for steps in (4, 6):
         hooks = Counter(1), Counter(10)
         typed = *runs.TABLE, f"training.steps={steps}", "checkpoint.resume=auto"
-        with runs.opened(*typed, folder=tmp_path, given=Components(hooks=hooks)) as run:
-            train(run)
+        runs.trained(*typed, folder=tmp_path, given=Components(hooks=hooks))
     assert [hook.count for hook in hooks] == [6, 60]

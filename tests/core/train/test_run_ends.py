@@ -25,7 +25,7 @@ from runner.scale.sweep.plan import JobPlan, Planner
 from runner.scale.sweep.schedule import write_failed_summary
 from runner.scale.sweep.state import Job
 from tests.measure.planted import job, run, sweep
-from tests.runs import AtSteps
+from tests.runs import AtSteps, trained
 
 QUICK = """
     data=cancer training.steps=12 training.validate_every=3 monitoring=quiet monitoring.every=1
@@ -82,9 +82,9 @@ def test_the_summary_names_what_ended_the_run(
 
 
 def test_a_request_to_stop_at_the_last_step_leaves_nothing_to_continue(tmp_path: Path) -> None:
-    with build(compose([*QUICK, "training.steps=4"]), tmp_path) as built:
-        built.hooks.append(AtSteps(4, ACTIONS["stop_file"]))
-        summary = train(built)
+    summary = trained(
+        *QUICK, "training.steps=4", folder=tmp_path, hooks=[AtSteps(4, ACTIONS["stop_file"])]
+    )
     assert (summary.steps, summary.ended_by, summary.finished) == (4, "done", True)
 
 

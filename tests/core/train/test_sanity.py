@@ -26,7 +26,7 @@ from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.data import DataConfig
 from runner.core.train.run_state import NumpyState, PythonState
-from tests.runs import NOISY, AtSteps, config, interrupt, rows
+from tests.runs import NOISY, AtSteps, config, differences, interrupt, rows
 
 DEFAULT_HASH = "b96a6441f6abb7be98268e58a732b6b31acc91418b24e063009ef7cdfdd3c3ab"
 QUIET = ("training.steps=12", "training.validate_every=4", "checkpoint.keep=9",
@@ -81,31 +81,26 @@ def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def made(*overrides: str, folder: Path | None = None, loss: Any = None, source: Any = None) -> Run:
+def made(
+    *overrides: str,
+    folder: Path | None = None,
+    objective: CustomObjective | None = None,
+    source: Any = None,
+    make_optimizer: Any = None,
+) -> Run:
     typed = config("data=cancer", *QUIET, *overrides)
     data = UserDataset(Stream(source), "Stream", DataConfig())
-    objective = CustomObjective(loss or squared_error, "squared_error")
+    objective = objective or CustomObjective(squared_error, "squared_error")
     seed_everything(0)  # the caller's generators, as the model is given
-    return build(typed, folder, Components(Changing(), data, objective))
+    model = Changing()
+    optimizer = make_optimizer and make_optimizer(model.parameters(), lr=0.01)
+    return build(typed, folder, Components(model, data, objective, optimizer))
 
 
 def stored(folder: Path, step: int) -> RestoredCheckpoint:
     restored = Checkpointer(folder, 9).restore(folder / f"checkpoints/step_{step:08d}")
     assert restored is not None
     return restored
-
-
-def states_differ(one: Any, other: Any, path: str = "") -> list[str]:
-    """The paths of the values that differ, bit by bit."""
-    if isinstance(one, dict):
-        pairs = [(one.get(k), other.get(k), f"{path}.{k}") for k in one | other]
-    elif isinstance(one, list | tuple) and len(one) == len(other):
-        pairs = [(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, other, strict=True))]
-    elif isinstance(one, Tensor):
-        return [] if torch.equal(one, other) else [path]
-    else:
-        return [] if one == other else [path]
-    return [name for pair in pairs for name in states_differ(*pair)]
 
 
 def test_the_sanity_check_is_made_and_leaves_no_trace(tmp_path: Path) -> None:
@@ -121,14 +116,9 @@ def test_the_sanity_check_is_made_and_leaves_no_trace(tmp_path: Path) -> None:
     assert counts == {"true": 4, "false": 3}
     checked, unchecked = (stored(tmp_path / name, 12) for name in counts)
     for part in ("progress", "random", "update", "reader"):
-        assert states_differ(checked.state[part], unchecked.state[part], part) == []
-    assert states_differ(checked.model, unchecked.model) == []
+        assert differences(checked.state[part], unchecked.state[part], part) == []
+    assert differences(checked.model, unchecked.model) == []
     assert rows(tmp_path / "true", "train", "val") == rows(tmp_path / "false", "train", "val")
-
-
-@pytest.fixture(autouse=True)
-def _package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 @pytest.mark.parametrize("kind", ["generator", "map"])
@@ -167,7 +157,8 @@ def test_an_objective_that_cannot_validate_ends_the_run_before_step_1_with_the_m
         r"before step 1; in evaluation mode the model returned float32 of shape \[\d+, 1\]; "
         r"training\.sanity=false"
     )
-    with made(folder=tmp_path, loss=loss) as run, pytest.raises(ConfigError, match=says):
+    own = CustomObjective(loss, "own")
+    with made(folder=tmp_path, objective=own) as run, pytest.raises(ConfigError, match=says):
         train(run)
     assert run.progress.step == 0 and not (tmp_path / "checkpoints").exists()
 
@@ -178,11 +169,9 @@ class NoLoss(CustomObjective):
 
 
 def test_a_missing_validation_loss_names_the_output_and_the_metrics_to_type() -> None:
-    typed = config("data=cancer", *QUIET)
-    data = UserDataset(Stream(), "Stream", DataConfig())
-    given = Components(Changing(), data, NoLoss(squared_error, "squared_error"))
     says = r"no val/loss: .* returned float32 .*objective\.metrics=\[MeanSquaredError\] training\."
-    with build(typed, None, given) as run, pytest.raises(ConfigError, match=says):
+    own = NoLoss(squared_error, "squared_error")
+    with made(objective=own) as run, pytest.raises(ConfigError, match=says):
         train(run)
 
 
@@ -238,8 +227,8 @@ def test_an_exception_between_two_updates_leaves_the_state_after_the_last_one(
                 train(run)
         whole = stored(tmp_path / "before", step)
     for part in ("update", "random"):
-        assert states_differ(whole.state[part], cut.state[part], part) == []
-    assert states_differ(whole.model, cut.model) == []
+        assert differences(whole.state[part], cut.state[part], part) == []
+    assert differences(whole.model, cut.model) == []
 
 
 class Breaking(torch.optim.SGD):
@@ -255,10 +244,7 @@ class Breaking(torch.optim.SGD):
 def test_after_an_exception_inside_the_optimizers_step_the_last_checkpoint_stays(
     tmp_path: Path,
 ) -> None:
-    model, data = Changing(), UserDataset(Stream(), "Stream", DataConfig())
-    optimizer = Breaking(model.parameters(), lr=0.01)
-    given = Components(model, data, CustomObjective(squared_error, "squared_error"), optimizer)
-    with build(config("data=cancer", *QUIET), tmp_path, given) as run:
+    with made(folder=tmp_path, make_optimizer=Breaking) as run:
         with pytest.raises(ValueError, match="the optimizer fails"):
             train(run)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step_*"))[-1] == "step_00000004"
@@ -296,17 +282,15 @@ class Given(CustomObjective):
 def test_of_equal_metrics_the_one_with_the_lower_loss_is_best_and_patience_counts_on(
     tmp_path: Path,
 ) -> None:
-    data = UserDataset(Stream(), "Stream", DataConfig())
-    given = Components(Changing(), data, Given((0.9, 0.5), (0.9, 0.3), (0.9, 0.4)))
-    typed = config("data=cancer", *QUIET, "training.patience=2")
-    with build(typed, tmp_path, given) as run:
+    own = Given((0.9, 0.5), (0.9, 0.3), (0.9, 0.4))
+    with made("training.patience=2", folder=tmp_path, objective=own) as run:
         summary = train(run)
     assert (summary.best, summary.best_step, summary.status) == (0.9, 8, "stopped")
     assert (tmp_path / "checkpoints/best").resolve().name == "step_00000008"
     with made(f"model.weights={tmp_path}") as run:  # the best, not the last
         start = run.model.state_dict()
-    assert states_differ(start, stored(tmp_path, 8).model) == []
-    assert states_differ(start, stored(tmp_path, 12).model) != []
+    assert differences(start, stored(tmp_path, 8).model) == []
+    assert differences(start, stored(tmp_path, 12).model) != []
 
 
 def test_the_hash_of_the_default_config_is_that_of_before_the_key() -> None:
@@ -315,23 +299,23 @@ def test_the_hash_of_the_default_config_is_that_of_before_the_key() -> None:
 
 
 def test_build_train_and_evaluate_leave_the_callers_generators_as_they_were(
-    tmp_path: Path,
+    tmp_path: Path, my_package: None
 ) -> None:
     def drawn(folder: Path, **caller: int) -> tuple[list[list[str]], Any]:
         seed_everything(caller["seed"])
         before, changed = generators(), []
         with build(config(*NOISY, "training.steps=6"), folder) as run:
-            changed.append(states_differ(before, generators()))
+            changed.append(differences(before, generators()))
             train(run)
-            changed.append(states_differ(before, generators()))
+            changed.append(differences(before, generators()))
             evaluate(run)
-            changed.append(states_differ(before, generators()))
+            changed.append(differences(before, generators()))
         return changed, stored(folder, 6)
 
     (first, one), (second, other) = drawn(tmp_path / "1", seed=1), drawn(tmp_path / "2", seed=2)
     assert first == second == [[], [], []]
-    assert states_differ(one.model, other.model) == []  # the run's numbers are those of its seed
-    assert states_differ(one.state["random"], other.state["random"]) == []
+    assert differences(one.model, other.model) == []  # the run's numbers are those of its seed
+    assert differences(one.state["random"], other.state["random"]) == []
 
 
 def generators() -> list[Any]:

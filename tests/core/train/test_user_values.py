@@ -11,17 +11,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
-from runner import Hook, Stability, build, optimize_training_loop, train
+from runner import Hook, Stability, optimize_training_loop, train
 from runner.core.build.setup import Components
 from runner.core.errors import ConfigError, UsageError
 from runner.core.interfaces.hook import Evaluation, Step
 from runner.core.interfaces.run import Run
 from runner.core.objectives.classification import ClassificationObjective
+from runner.core.record.summary import Summary
 from runner.core.train.user_values import UserValues
-from tests.runs import AtSteps, command, config, opened, rows, trained
+from tests.runs import AtSteps, Killed, command, config, kill, opened, rows, scalars, trained
 
 SHORT = (*("data=cancer", "model=mlp", "model.width=4"), "training.steps=20")
 EVERY = (*SHORT, "training.validate_every=5", "monitoring.every=10")
@@ -38,23 +38,16 @@ class Logs(Hook):
         run.log(self.values(step.number))
 
 
-def train_with(hook: Hook, *overrides: str, folder: Path | None = None) -> Any:
-    with build(config(*overrides), folder, Components(hooks=[hook])) as run:
-        return train(run)
-
-
 def logged(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     values = rows(folder, "user")
     return [(row.pop("step"), {k: v for k, v in row.items() if k != "split"}) for row in values]
 
 
 def test_a_hooks_numbers_are_rows_of_split_user_and_tags_of_tensorboard(tmp_path: Path) -> None:
-    train_with(Logs(lambda step: {"half": step / 2, "net/square": step**2}), *SHORT,
-               folder=tmp_path)  # fmt: skip
+    log = Logs(lambda step: {"half": step / 2, "net/square": step**2})
+    trained(*SHORT, folder=tmp_path, hooks=[log])
     assert logged(tmp_path) == [(n, {"half": n / 2, "net/square": n * n}) for n in range(1, 21)]
-    events = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload()
-    points = [(point.step, point.value) for point in events.Scalars("user/half")]
-    assert points == [(n, n / 2) for n in range(1, 21)]
+    assert scalars(tmp_path, "user/half") == [(n, n / 2) for n in range(1, 21)]
 
 
 def test_each_event_logs_its_own_step_and_a_typed_one_stays(tmp_path: Path) -> None:
@@ -69,10 +62,9 @@ def test_each_event_logs_its_own_step_and_a_typed_one_stays(tmp_path: Path) -> N
         def on_validation(self, run: Run, evaluation: Evaluation) -> None:
             run.log({"validation": evaluation.step})
 
-    overrides = (*EVERY, "checkpoint.every=5")
+    overrides = (*EVERY, "checkpoint.every=5", "checkpoint.resume=auto")
     for steps in (10, 20):  # the second one continues
-        train_with(Everywhere(), *overrides, f"training.steps={steps}", "checkpoint.resume=auto",
-                   folder=tmp_path)  # fmt: skip
+        trained(*overrides, f"training.steps={steps}", folder=tmp_path, hooks=[Everywhere()])
     values = logged(tmp_path)
     assert {step - (1000 if "typed" in row else 0) for step, row in values} == set(range(1, 21))
     for step, row in values:
@@ -88,17 +80,9 @@ def test_a_tensor_is_copied_when_it_is_logged_and_not_a_number_is_null(tmp_path:
         counter.add_(1)  # later changes must not show
         return {"count": counter, "odd": math.nan if step % 2 else 1.0}
 
-    train_with(Logs(values), *SHORT, folder=tmp_path)
+    trained(*SHORT, folder=tmp_path, hooks=[Logs(values)])
     assert [row["count"] for _, row in logged(tmp_path)] == list(range(1, 21))
     assert [row["odd"] for _, row in logged(tmp_path)] == [None, 1.0] * 10
-
-
-class Interruption(BaseException):
-    """Ends a session as nothing that is handled does."""
-
-
-def end(run: Run) -> None:
-    raise Interruption
 
 
 @pytest.mark.parametrize("ends", [(7,), (3, 8, 14), (20,)])
@@ -111,14 +95,13 @@ def test_a_resumed_run_has_each_row_once_and_the_same_best(
     overrides = (*EVERY, *MONITORED, "checkpoint.every=6", "checkpoint.resume=auto")
     for name, steps in (("straight", [0]), ("resumed", [*ends, 0])):
         for step in steps:
-            with suppress(Interruption), build(config(*overrides), tmp_path / name) as run:
-                run.hooks += [Logs(score), AtSteps(step, end)]
-                train(run)
+            with suppress(Killed):
+                hooks = [Logs(score), AtSteps(step, kill)]
+                trained(*overrides, folder=tmp_path / name, hooks=hooks)
     assert rows(tmp_path / "straight") == rows(tmp_path / "resumed")
     assert len(logged(tmp_path / "resumed")) == 15
-    best = [json.loads((tmp_path / name / "summary.json").read_text()) for name in
-            ("straight", "resumed")]  # fmt: skip
-    assert best[0]["best"] == best[1]["best"] and best[0]["best_step"] == best[1]["best_step"]
+    one, other = (Summary.read(tmp_path / name) for name in ("straight", "resumed"))
+    assert (one.best, one.best_step) == (other.best, other.best_step)
 
 
 class FailsOnce(ClassificationObjective):
@@ -169,10 +152,8 @@ def test_a_name_stays_allowed_when_the_objective_has_a_metric_of_that_name(tmp_p
         def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
             return super().metrics(totals) | {"mine": 1.0}
 
-    with opened(*EVERY, folder=tmp_path) as run:
-        run.objective.__class__ = Named
-        run.hooks.append(Logs(lambda step: {"mine": step}))
-        assert train(run).metrics["val/mine"] == 1.0
+    hooks, given = [Logs(lambda step: {"mine": step})], Components(objective=Named(2))
+    assert trained(*EVERY, folder=tmp_path, given=given, hooks=hooks).metrics["val/mine"] == 1.0
     assert logged(tmp_path) == [(n, {"mine": float(n)}) for n in range(1, 21)]
 
 
@@ -208,7 +189,7 @@ def test_the_state_of_a_checkpoint_is_checked_when_it_is_loaded(state: dict[str,
 def test_the_monitor_takes_the_last_value_since_the_validation_before(tmp_path: Path) -> None:
     scores = {3: 9.0, 5: 1.0, 9: 4.0, 16: 2.0}  # none between the validations of 10 and 15
     hook = Logs(lambda step: {"score": scores[step]} if step in scores else {})
-    summary = train_with(hook, *EVERY, *MONITORED, folder=tmp_path)
+    summary = trained(*EVERY, *MONITORED, folder=tmp_path, hooks=[hook])
     assert (summary.best, summary.best_step) == (4.0, 10)
     assert summary.metrics["user/score"] == 2.0
     assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 4.0, None, 2.0]
@@ -225,9 +206,8 @@ def test_the_objective_logs_in_a_validation_what_is_monitored(tmp_path: Path) ->
             self.log({"score": self.left})
             return super().metrics(totals)
 
-    with opened(*EVERY, *MONITORED, "training.sanity=false", folder=tmp_path) as run:
-        run.objective.__class__ = Logging
-        summary = train(run)
+    overrides = (*EVERY, *MONITORED, "training.sanity=false")
+    summary = trained(*overrides, folder=tmp_path, given=Components(objective=Logging(2)))
     assert (summary.best, summary.best_step) == (3.0, 5)
     assert logged(tmp_path) == [(5 * n, {"score": 4.0 - n}) for n in range(1, 5)]
 
@@ -250,7 +230,7 @@ GAP = ("training.monitor=user/gap", "training.monitor_mode=max")
 def test_a_value_logged_in_on_validation_is_of_that_validation(tmp_path: Path) -> None:
     hook = LogsGap({2: 1.0, 4: 9.0, 8: 3.0})  # none at 6
     overrides = (*SHORT, *GAP, "training.steps=8", "training.validate_every=2")
-    summary = train_with(hook, *overrides, "training.patience=2", folder=tmp_path)
+    summary = trained(*overrides, "training.patience=2", folder=tmp_path, hooks=[hook])
     assert (summary.best, summary.best_step, summary.ended_by) == (9.0, 4, "patience")
     assert summary.checkpoint.best is not None and "00000004" in str(summary.checkpoint.best)
     assert [row["user/gap"] for row in rows(tmp_path, "val")] == [1.0, 9.0, None, 3.0]
@@ -258,10 +238,9 @@ def test_a_value_logged_in_on_validation_is_of_that_validation(tmp_path: Path) -
 
 
 def test_of_values_in_steps_and_on_validation_the_later_one_is_monitored(tmp_path: Path) -> None:
-    with build(config(*SHORT, *GAP, "training.steps=8", "training.validate_every=2"), tmp_path,
-               Components(hooks=[LogsGap({4: 2.0})])) as run:  # fmt: skip
-        run.hooks.append(Logs(lambda step: {"gap": {2: 1.0, 4: 50.0, 6: 3.0}.get(step, 0.0)}))
-        summary = train(run)
+    steps = Logs(lambda step: {"gap": {2: 1.0, 4: 50.0, 6: 3.0}.get(step, 0.0)})
+    overrides = (*SHORT, *GAP, "training.steps=8", "training.validate_every=2")
+    summary = trained(*overrides, folder=tmp_path, hooks=[LogsGap({4: 2.0}), steps])
     assert (summary.best, summary.best_step) == (3.0, 6)
     assert [row["user/gap"] for row in rows(tmp_path, "val")] == [1.0, 2.0, 3.0, 0.0]
 
@@ -364,13 +343,14 @@ def test_sinks_get_the_rows(tmp_path: Path) -> None:
         def close(self) -> None:
             pass
 
+    writer: Any = Writer()
     with opened(*SHORT, folder=tmp_path) as run:
-        writer: Any = Writer()
         run.recorder.sink_writers.append(writer)
         run.hooks.append(Logs(lambda step: {"half": step / 2}))
         train(run)
-    rows_of_user = [row for row in writer.rows if row[1] == "user"]
-    assert rows_of_user == [(n, "user", {"half": n / 2}) for n in range(1, 21)]
+    assert [row for row in writer.rows if row[1] == "user"] == [
+        (n, "user", {"half": n / 2}) for n in range(1, 21)
+    ]
 
 
 def test_an_objective_that_logs_in_its_call_is_not_compiled_into_a_step(tmp_path: Path) -> None:
@@ -406,7 +386,7 @@ def test_of_two_processes_the_first_one_writes_and_decides_on_the_best(tmp_path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert logged(tmp_path / "run") == [(n, {"score": float(n)}) for n in range(1, 21)]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"] == 20
+    assert Summary.read(tmp_path / "run").best_step == 20
 
 
 def test_a_run_that_logs_nothing_keeps_nothing_for_it(tmp_path: Path) -> None:
@@ -481,10 +461,9 @@ def test_the_record_of_an_own_loop_is_continued_and_that_of_a_run_is_refused(
     lines = (own / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in (*lines[:2], *lines[3:5])]
     assert (steps, lines[2]) == ([1, 2, 4, 5], '{"step": ')
-    points = EventAccumulator(str(own), size_guidance={"tensors": 0}).Reload().Scalars("user/mine")
-    assert [(point.step, point.value) for point in points] == [(1, 1), (2, 2), (4, 1), (5, 2)]
+    assert scalars(own, "user/mine") == [(1, 1), (2, 2), (4, 1), (5, 2)]
 
-    train_with(Logs(lambda step: {"mine": step}), *SHORT, folder=of_run)
+    trained(*SHORT, folder=of_run, hooks=[Logs(lambda step: {"mine": step})])
     names = ("metrics.jsonl", "summary.json", "events.out.tfevents*")
     files = {path: path.read_bytes() for name in names for path in of_run.glob(name)}
     assert len(files) >= 3
