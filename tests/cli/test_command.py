@@ -52,10 +52,9 @@ class Fails(runner.Hook):
 run = runs.command
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "own_package.py").write_text(PACKAGE)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def own_package(folder: Path) -> None:
+    (folder / "own_package.py").write_text(PACKAGE)
 
 
 def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
