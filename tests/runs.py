@@ -78,7 +78,7 @@ def read(folder: Path, name: str = "summary.json") -> dict[str, Any]:
     return record
 
 
-def wait_until(done: Callable[[], object], process: Any = None, seconds: float = 120) -> None:
+def wait_until(done: Callable[[], object], process: Any = None, seconds: float = 300) -> None:
     """Until `done()` is true, while the process runs, and no longer than that time."""
     deadline = time.monotonic() + seconds
     while not done():
@@ -134,7 +134,7 @@ def python(
     environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), **variables}
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=folder, env=environment, text=True, capture_output=True, timeout=600,
+        cwd=folder, env=environment, text=True, errors="replace", capture_output=True, timeout=600,
     )  # fmt: skip
 
 
