@@ -8,17 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner import Hook, RunConfig, Summary, Verdict, build, compose, train
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import TechniqueStatus
 from tests import forks
+
+if TYPE_CHECKING:
+    from runner.cli.preflight import Request
 
 TESTS = Path(__file__).parent
 QUICK = ("device=cpu", "device.threads=1", "monitoring.progress=false")
@@ -100,6 +104,21 @@ def kill(run: Run) -> None:
     raise Killed
 
 
+def read(folder: Path, name: str = "summary.json") -> dict[str, Any]:
+    """A JSON file of a run's or sweep's folder."""
+    record: dict[str, Any] = json.loads((folder / name).read_text())
+    return record
+
+
+def wait_until(done: Callable[[], object], process: Any = None, seconds: float = 300) -> None:
+    """Until `done()` is true, while the process runs, and no longer than that time."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert process is None or process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def status(summary: Summary, name: str) -> TechniqueStatus:
     """A technique's row in a summary."""
     return next(row for row in summary.techniques if row.name == name)
@@ -112,8 +131,7 @@ def finding(summary: Summary, tool: str) -> str:
 
 def debug_file(folder: Path, name: str) -> dict[str, Any]:
     """A JSON file of a run's `debug` folder."""
-    content: dict[str, Any] = json.loads((folder / f"debug/{name}.json").read_text())
-    return content
+    return read(folder, f"debug/{name}.json")
 
 
 def faults(folder: Path, kind: str = "") -> list[dict[str, Any]]:
@@ -139,6 +157,25 @@ def rows(folder: Path, *splits: str) -> list[dict[str, Any]]:
 
 def _is_stable(row: dict[str, Any]) -> bool:
     return bool(row["split"] != "system")
+
+
+def checked(*typed: str) -> Request:
+    """What the checks before anything starts make of a command line, in the current folder."""
+    from runner.cli.arguments import read_arguments
+    from runner.cli.preflight import check
+
+    return check(read_arguments(typed))
+
+
+def python(
+    *arguments: str | bytes, folder: Path = TESTS.parent, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Another Python with these arguments in a folder, which can import the runner."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), **variables}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env=environment, text=True, errors="replace", capture_output=True, timeout=600,
+    )  # fmt: skip
 
 
 def command(

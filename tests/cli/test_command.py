@@ -52,10 +52,9 @@ class Fails(runner.Hook):
 run = runs.command
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "own_package.py").write_text(PACKAGE)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def own_package(folder: Path) -> None:
+    (folder / "own_package.py").write_text(PACKAGE)
 
 
 def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +117,7 @@ def test_showing_a_config_ends_quietly_on_a_closed_pipe(folder: Path) -> None:
 def test_a_finished_run_is_done_also_where_stdout_takes_nothing(folder: Path, where: str) -> None:
     done = shell(folder, f"$PYTHON -m runner training.steps=1 hydra.run.dir=outputs/one {where}")
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
-    assert json.loads((folder / "outputs/one/summary.json").read_text())["status"] == "done"
+    assert runs.read(folder / "outputs/one")["status"] == "done"
 
 
 def test_a_run_leaves_its_command_and_a_failure_its_code(folder: Path) -> None:

@@ -8,26 +8,16 @@ from pathlib import Path
 import pytest
 
 from runner.cli import typos
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import Request, check
 from runner.core.config.aliases import KEY_ALIASES, VALUE_ALIASES
 from runner.core.config.groups import group_options
 from runner.core.config.spelling import sample_jobs
 from runner.core.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
+from tests.runs import checked as ask
 
+pytestmark = pytest.mark.usefixtures("folder")
 TRUSTED = "security.trusted=[my_package]"
 NET = "model._target_=my_package.Net"
 MISSING = ["data=tabular", "data.path=flows.csv", "data.target=label"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def ask(*typed: str) -> Request:
-    return check(read_arguments(typed))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import check
 from runner.core.captures.manifest import FOLDER, CapturedWeights, CaptureManifest, read_manifest
 from runner.core.checkpoint.manifest import MODEL, STATE, to_checksummed_json
 from runner.core.config.composing import compose, config_from_plain
@@ -16,13 +14,8 @@ from runner.core.config.run_config import WrittenConfig
 from runner.core.errors import CheckpointError, ConfigError, RunnerError, SecurityError, UsageError
 from tests import runs
 
+pytestmark = pytest.mark.usefixtures("folder")
 CAPTURE = f"run/{FOLDER}/step_00000012"
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def make_capture(name: str = "mine", where: str = CAPTURE, config: Any = None) -> Path:
@@ -40,7 +33,7 @@ def make_capture(name: str = "mine", where: str = CAPTURE, config: Any = None) -
 
 
 def ask(*typed: str, path: str = CAPTURE) -> list[str]:
-    return check(read_arguments(["job=replay", f"replay.path={path}", *typed])).arguments
+    return runs.checked("job=replay", f"replay.path={path}", *typed).arguments
 
 
 @pytest.mark.parametrize(
@@ -106,7 +99,7 @@ def test_mistakes_are_answered_with_the_way_out(
 def test_a_replay_is_of_one_named_capture(typed: list[str], message: str) -> None:
     make_capture()
     with pytest.raises(ConfigError, match=message):
-        check(read_arguments(typed))
+        runs.checked(*typed)
 
 
 def test_a_capture_brings_no_trust() -> None:

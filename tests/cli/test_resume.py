@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import Request, check
+from runner.cli.preflight import Request
 from runner.core.checkpoint.lock import lock
 from runner.core.checkpoint.manifest import MODEL, STATE, Manifest
 from runner.core.config.composing import compose
@@ -21,18 +20,10 @@ from runner.core.record.hydra_files import RESUMED
 from runner.core.record.storage import FileDigest, write_file
 from runner.core.record.summary import Summary
 from tests.runs import QUICK, trained
+from tests.runs import checked as ask
 
+pytestmark = pytest.mark.usefixtures("folder")
 TIME = 1_700_000_000
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def ask(*typed: str) -> Request:
-    return check(read_arguments(typed))
 
 
 def make_run(

@@ -25,11 +25,9 @@ SHORT = ("data=digits", "training.steps=2", "device=cpu", "optimization=none")
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:surrogateescape"])
 def test_help_is_printed_in_any_encoding_with_missing_characters_escaped(encoding: str) -> None:
-    variables = {**os.environ, "PYTHONIOENCODING": encoding}
-    program = [sys.executable, "-m", "runner", "--help"]
-    done = subprocess.run(program, env=variables, cwd=runs.TESTS.parent, capture_output=True)
-    assert done.returncode == 0 and b"Traceback" not in done.stderr
-    assert rb"[group=option \u2026]" in done.stdout
+    done = runs.python("-m", "runner", "--help", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert r"[group=option \u2026]" in done.stdout
 
 
 def test_a_finished_run_prints_its_table_on_an_ascii_stdout(tmp_path: Path) -> None:
@@ -85,8 +83,7 @@ def test_a_programs_own_ascii_stdout_takes_any_text(monkeypatch: pytest.MonkeyPa
 
 
 def test_names_that_are_not_utf8_are_refused_on_the_command_line(tmp_path: Path) -> None:
-    program = [sys.executable, "-m", "runner", b"data.path=caf\xe9"]
-    done = subprocess.run(program, cwd=runs.TESTS.parent, capture_output=True, text=True)
+    done = runs.python("-m", "runner", b"data.path=caf\xe9")
     assert done.returncode == 2
     assert r"data.path=caf\xe9: has bytes that are not UTF-8; rename" in done.stderr
 
@@ -130,9 +127,7 @@ def test_printed_commands_leave_the_current_folder_off_the_module_path(
     (tmp_path / "runner.py").write_text("raise SystemExit('a foreign runner.py')")
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "__init__.py").write_text("raise SystemExit('foreign')")
-    variables = {**os.environ, "PYTHONPATH": str(runs.TESTS.parent)}
-    program = [sys.executable, *python_command()[1:], *SHORT]
-    done = subprocess.run(program, env=variables, cwd=tmp_path, capture_output=True, text=True)
+    done = runs.python(*python_command()[1:], *SHORT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "python -P -m runner.report --tensorboard" in done.stdout
     monkeypatch.setattr(module_path, "_SAFE", False)  # found only in the current folder

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from runner.core.record.summary import Summary
-from tests.runs import QUICK, command
-from tests.scale.sweep.conftest import environment
+from tests.runs import QUICK, command, read, wait_until
+from tests.scale.sweep.conftest import start_sweep
 
 SHORT = (*QUICK, "data=cancer", "model=mlp", "training.validate_every=10", "checkpoint.every=5")
 
@@ -47,20 +43,16 @@ def test_a_run_in_a_typed_relative_folder_goes_on_from_an_older_checkpoint(
 
 @pytest.mark.slow
 def test_an_interrupted_sweep_in_a_typed_relative_folder_is_continued(tmp_path: Path) -> None:
-    typed = ["-m", "seed=0,1", *SHORT, "training.steps=2000", "hydra.sweep.dir=mine"]
+    typed = ["seed=0,1", *SHORT, "training.steps=2000", "hydra.sweep.dir=mine"]
     typed += ["sweep.benchmark_s=0"]
-    sweep = subprocess.Popen(
-        [sys.executable, "-m", "runner", *typed], cwd=tmp_path, env=environment()
-    )
-    while not (tmp_path / "mine/1/checkpoints/last").exists():
-        assert sweep.poll() is None
-        time.sleep(0.05)
+    sweep = start_sweep(tmp_path, *typed)
+    wait_until((tmp_path / "mine/1/checkpoints/last").exists, sweep)
     sweep.send_signal(signal.SIGTERM)
     assert sweep.wait(60) == 143
     damage(tmp_path / "mine/1", Summary.read(tmp_path / "mine/1").steps)
-    again = command(tmp_path, *typed)
+    again = command(tmp_path, "-m", *typed)
     assert again.returncode == 0, again.stderr
-    jobs = json.loads((tmp_path / "mine/sweep.json").read_text())["jobs"]
+    jobs = read(tmp_path / "mine", "sweep.json")["jobs"]
     assert [job["status"] for job in jobs] == ["done", "done"]
     assert "from its checkpoint" in again.stderr
     assert "damaged" in (tmp_path / "mine/1/console.log").read_text()

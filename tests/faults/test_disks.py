@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runner.core import fork_server
 from tests.faults import processes
 from tests.faults.modes import COMMON, TABLE
+from tests.runs import read, wait_until
 
 LONG = [*COMMON, *TABLE, "training.steps=1000000", "checkpoint.every=40"]
 LIMIT_S = 240
@@ -48,21 +46,10 @@ def saved(run: Path) -> Callable[[], bool]:
     return lambda: len(list(run.glob("checkpoints/step_*"))) >= 2
 
 
-def when(condition: Callable[[], bool], process: processes.Process) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def last_line(folder: Path) -> str:
     lines = (folder / "console.log").read_text().splitlines()
     assert not any("Traceback" in line for line in lines)
     return lines[-1]
-
-
-def summary(run: Path) -> dict[str, Any]:
-    return dict(json.loads((run / "summary.json").read_text()))
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +60,16 @@ def _server() -> None:
 def test_a_file_system_that_becomes_read_only_ends_the_run_with_code_5(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = processes.start(tmp_path, [*LONG, f"hydra.run.dir={run}"])
-    when(saved(run), process)
+    wait_until(saved(run), process)
     place = run / "checkpoints"
     with mounted(place, "--bind", str(place)):
         busy = ["mount", "-o", "remount,bind,ro", str(place)]
-        when(lambda: not subprocess.run(busy, capture_output=True, check=False).returncode, process)
+        wait_until(
+            lambda: not subprocess.run(busy, capture_output=True, check=False).returncode, process
+        )
         assert process.wait(LIMIT_S) == 5
         assert "not written: Read-only file system" in last_line(tmp_path)
-        found = summary(run)
+        found = read(run)
     assert found["status"] == "failed" and "Read-only file system" in found["reason"]
     assert found["faults"] == {"checkpoint": 3}
 
@@ -101,29 +90,29 @@ def test_a_full_disk_ends_the_run_with_code_5_and_it_resumes_with_free_space(
     disk.mkdir()
     with mounted(disk, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
         process = processes.start(tmp_path, [*LONG, f"hydra.run.dir={run}"])
-        when(saved(run), process)
+        wait_until(saved(run), process)
         with suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
             while True:
                 filler.write(bytes(4096))
         assert process.wait(LIMIT_S) == 5
         assert "not written: No space left on device" in last_line(tmp_path)
-        assert summary(run)["status"] == "failed"
+        assert read(run)["status"] == "failed"
         (disk / "filler").unlink()
         step = max(int(path.name[5:]) for path in run.glob("checkpoints/step_*"))
         again = [*LONG, f"training.steps={step + 5}", f"hydra.run.dir={run}"]
         assert processes.start(tmp_path, again).wait(LIMIT_S) == 0
-        assert summary(run)["status"] == "done" and summary(run)["steps"] == step + 5
+        assert read(run)["status"] == "done" and read(run)["steps"] == step + 5
 
 
 def test_a_deleted_run_folder_is_created_again_and_the_run_continues(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = processes.start(tmp_path, [*LONG, f"hydra.run.dir={run}"])
-    when(saved(run), process)
+    wait_until(saved(run), process)
     shutil.move(run, tmp_path / "away")  # at once, and not file by file while others are written
     shutil.rmtree(tmp_path / "away")
-    when(saved(run), process)
+    wait_until(saved(run), process)
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(LIMIT_S) == 143
-    assert summary(run)["status"] == "interrupted"
-    assert summary(run)["faults"]["metrics"] > 0
+    assert read(run)["status"] == "interrupted"
+    assert read(run)["faults"]["metrics"] > 0
     assert "a checkpoint is written" in last_line(tmp_path)

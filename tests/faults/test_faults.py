@@ -13,6 +13,7 @@ import pytest
 from runner.core import fork_server
 from tests.faults import processes
 from tests.faults.modes import typed
+from tests.runs import wait_until
 
 ROOT = Path(__file__).parents[2]
 MODE = "BatchNorm, dropout, draws"
@@ -53,9 +54,7 @@ def test_a_run_that_was_stopped_for_a_while_ends_in_the_same_bits(tmp_path: Path
         folder = tmp_path / name
         process = processes.start(folder, typed(MODE, folder / "run"))
         if name == "stopped":
-            while not (folder / "run" / "checkpoints" / "last").exists():
-                assert process.poll() is None
-                time.sleep(0.01)
+            wait_until((folder / "run" / "checkpoints" / "last").exists, process)
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(3)
             assert process.poll() is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from runner.core import fork_server
 from tests.faults import processes
 from tests.faults.crash import Killer
-
-ROOT = Path(__file__).parents[2]
+from tests.runs import python
 
 pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
 
@@ -23,8 +20,7 @@ pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Li
     ["corruption", *(pytest.param(name, marks=pytest.mark.slow) for name in ("crash", "sweep"))],
 )
 def test_the_short_form_of_a_proof_holds_and_notices_a_planted_defect(name: str) -> None:
-    command = [sys.executable, f"scripts/prove_{name}.py", "--smoke"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = python(f"scripts/prove_{name}.py", "--smoke")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

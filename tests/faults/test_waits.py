@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,10 +18,10 @@ import pytest
 from runner.core import fork_server
 from runner.core.errors import StorageError
 from runner.core.process_wait import PolledClock, describe_state
-from tests.scale.distributed import runs
-from tests.scale.sweep.conftest import NET, SHORT, environment, only, own_folder, read
+from tests import runs
+from tests.scale.distributed import runs as distributed
+from tests.scale.sweep.conftest import NET, SHORT, only, own_folder, read, start_sweep
 
-ROOT = Path(__file__).parents[2]
 NO_WORKERS = "data.workers=0"
 LONG = ["+model.work=300", "training.steps=60", "training.validate_every=60", "checkpoint.every=9"]
 pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
@@ -55,7 +54,7 @@ def test_a_silent_or_killed_fork_server_is_named_and_another_one_can_be_started(
         "    except ProcessLost as lost: print(lost, f.is_running())\n"
         "    f.ANSWER_S = 60\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = runs.python("-c", code)
     first, silent, killed = done.stdout.splitlines()
     assert first == "0", done.stderr
     assert silent.startswith("the fork server gave no answer for 0.3 s (pid ")
@@ -66,8 +65,7 @@ def test_a_silent_or_killed_fork_server_is_named_and_another_one_can_be_started(
 def test_a_stopped_process_is_described_by_its_state() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         process.send_signal(signal.SIGSTOP)
-        while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)
+        runs.wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         described = describe_state(process.pid)
         process.kill()
     assert described == f" (pid {process.pid}, state T = stopped)"
@@ -75,13 +73,13 @@ def test_a_stopped_process_is_described_by_its_state() -> None:
 
 def fork_server_of(pid: int) -> psutil.Process:
     """The fork server that a process starts."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        for child in psutil.Process(pid).children():
-            if "forkserver" in " ".join(child.cmdline()):
-                return child
-        time.sleep(0.01)
-    raise AssertionError("no fork server")
+
+    def servers() -> list[psutil.Process]:
+        children = psutil.Process(pid).children()
+        return [child for child in children if "forkserver" in " ".join(child.cmdline())]
+
+    runs.wait_until(servers)
+    return servers()[0]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +93,7 @@ def fork_server_of(pid: int) -> psutil.Process:
 def test_a_signal_while_the_fork_server_imports_ends_the_run_before_the_first_step(
     kind: str, number: int, tmp_path: Path
 ) -> None:
-    started = runs.start(tmp_path / "run", "", NO_WORKERS, f"distributed={kind}")
+    started = distributed.start(tmp_path / "run", "", NO_WORKERS, f"distributed={kind}")
     try:
         fork_server_of(started.process.pid).suspend()  # its imports last
         started.send(number)
@@ -111,7 +109,7 @@ def test_a_signal_while_the_fork_server_imports_ends_the_run_before_the_first_st
 def test_a_fork_server_that_is_stopped_while_it_starts_ends_the_run_and_is_named(
     tmp_path: Path,
 ) -> None:
-    started = runs.start(tmp_path / "run", "", NO_WORKERS, "data.timeout_s=2")
+    started = distributed.start(tmp_path / "run", "", NO_WORKERS, "data.timeout_s=2")
     try:
         fork_server_of(started.process.pid).suspend()
         started.end()
@@ -124,7 +122,7 @@ def test_a_fork_server_that_is_stopped_while_it_starts_ends_the_run_and_is_named
 
 @pytest.mark.slow
 def test_ranks_that_are_all_stopped_end_within_the_limit_and_are_named(tmp_path: Path) -> None:
-    done = runs.run(tmp_path / "run", "0:forward:stop:6,1:forward:stop:6", NO_WORKERS)
+    done = distributed.run(tmp_path / "run", "0:forward:stop:6,1:forward:stop:6", NO_WORKERS)
     assert done.code == 1
     assert "were stopped for distributed.timeout_s=8 s: 0 (pid " in done.message
     assert done.message.count("state T = stopped") == 2
@@ -134,8 +132,12 @@ def test_ranks_that_are_all_stopped_end_within_the_limit_and_are_named(tmp_path:
 def test_a_distributed_run_that_was_stopped_as_a_whole_ends_in_the_same_bits(
     tmp_path: Path,
 ) -> None:
-    whole = runs.run(tmp_path / "whole", "", NO_WORKERS, "distributed.timeout_s=3", steps=200)
-    stopped = runs.start(tmp_path / "stopped", "", NO_WORKERS, "distributed.timeout_s=3", steps=200)
+    whole = distributed.run(
+        tmp_path / "whole", "", NO_WORKERS, "distributed.timeout_s=3", steps=200
+    )
+    stopped = distributed.start(
+        tmp_path / "stopped", "", NO_WORKERS, "distributed.timeout_s=3", steps=200
+    )
     try:
         stopped.wait_for("checkpoints/step_*4")
         pids = [stopped.process.pid, *(process.pid for process in stopped.ranks(""))]
@@ -149,24 +151,16 @@ def test_a_distributed_run_that_was_stopped_as_a_whole_ends_in_the_same_bits(
     finally:
         stopped.kill()
     assert (whole.code, stopped.code) == (0, 0), stopped.output
-    assert runs.digest(stopped.folder) == runs.digest(whole.folder)
+    assert distributed.digest(stopped.folder) == distributed.digest(whole.folder)
 
 
 @contextmanager
 def running_sweep(folder: Path, *typed: str) -> Iterator[subprocess.Popen[bytes]]:
     """A sweep of one job that has begun to train."""
-    command = [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG, *typed]
-    with (
-        (folder / "console").open("w") as console,
-        subprocess.Popen(
-            command, cwd=folder, env=environment(), stdout=console, stderr=subprocess.STDOUT
-        ) as process,
-    ):
+    with start_sweep(folder, *SHORT, *NET, *LONG, *typed) as process:
         try:
-            deadline = time.monotonic() + 300
-            while not list(folder.glob("outputs/sweeps/*/*/0/checkpoints/step_*9")):
-                assert process.poll() is None and time.monotonic() < deadline, output(folder)
-                time.sleep(0.05)
+            pattern = "outputs/sweeps/*/*/0/checkpoints/step_*9"
+            runs.wait_until(lambda: [*folder.glob(pattern)], process)
             yield process
         finally:
             process.kill()
@@ -200,13 +194,15 @@ def test_a_stopped_job_is_named_and_continues_with_its_process(tmp_path: Path) -
     with running_sweep(folder) as process:
         (job,) = fork_server_of(process.pid).children()
         job.suspend()
-        deadline = time.monotonic() + 60
-        while f"pid {job.pid} is stopped (state T)" not in output(folder):
-            assert process.poll() is None and time.monotonic() < deadline, output(folder)
-            time.sleep(0.1)
+        runs.wait_until(lambda: f"pid {job.pid} is stopped (state T)" in output(folder), process)
         job.resume()
         assert process.wait(300) == 0, output(folder)
     assert [job["tries"] for job in read(only(folder))["jobs"]] == [1]
+
+
+def long_folder(folder: Path) -> Path:
+    (temporary := folder / ("x" * 120)).mkdir()
+    return temporary
 
 
 @pytest.mark.slow
@@ -214,19 +210,14 @@ def test_a_stopped_job_is_named_and_continues_with_its_process(tmp_path: Path) -
 def test_a_path_of_temporary_files_that_is_too_long_for_sockets_is_not_used_for_them(
     kind: str, tmp_path: Path
 ) -> None:
-    temporary = tmp_path / ("x" * 120)
-    temporary.mkdir()
     typed = ["-m", "seed=0"] if kind == "sweep" else ["distributed=ddp", "distributed.processes=2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *typed, *SHORT], cwd=tmp_path, capture_output=True,
-        text=True, env={**environment(), "TMPDIR": str(temporary)}, timeout=200,
-    )  # fmt: skip
+    long = str(long_folder(tmp_path))
+    done = runs.python("-m", "runner", *typed, *SHORT, folder=tmp_path, TMPDIR=long)
     assert done.returncode == 0, done.stderr
 
 
 def test_sockets_are_in_a_short_folder_and_files_are_not(tmp_path: Path) -> None:
-    temporary = tmp_path / ("x" * 120)
-    temporary.mkdir()
+    temporary = long_folder(tmp_path)
     code = (
         "import multiprocessing, os, tempfile, time\nfrom runner.core import fork_server as f\n"
         "process = multiprocessing.get_context('forkserver').Process\n"
@@ -234,26 +225,18 @@ def test_sockets_are_in_a_short_folder_and_files_are_not(tmp_path: Path) -> None
         "f.start([], os.environ); f.start_process(process); process.join()\n"
         "print(process.exitcode, tempfile.gettempdir())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60,
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )  # fmt: skip
+    done = runs.python("-c", code, TMPDIR=str(temporary))
     assert done.stdout == f"0 {temporary}\n", done.stderr
 
 
 def test_where_no_folder_is_short_enough_for_sockets_the_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    temporary = tmp_path / ("x" * 120)
-    temporary.mkdir()
     code = (
         "import os\nfrom runner.core import fork_server as f\nf.SHORT_FOLDERS = ('/nowhere',)\n"
         "print(f.available())\nf.start([], os.environ)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60,
-        env={**os.environ, "TMPDIR": str(temporary)},
-    )  # fmt: skip
+    done = runs.python("-c", code, TMPDIR=str(long_folder(tmp_path)))
     assert done.stdout == "False\n"
     assert "StorageError: TMPDIR: " in done.stderr and "at most 75 bytes" in done.stderr
 
@@ -274,9 +257,6 @@ def test_a_removed_working_folder_is_named(tmp_path: Path) -> None:
     folder.mkdir()
     code = f"import os, sys; os.rmdir({str(folder)!r}); sys.argv = ['runner', 'training.steps=1']\n"
     code += "from runner.__main__ import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=folder, timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    done = runs.python("-P", "-c", code, folder=folder)
     assert done.returncode == 5
     assert done.stderr == "error: the working folder was removed: change to one that exists\n"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 Batch = tuple[Tensor, Tensor]
+loss_of = nn.functional.cross_entropy
 
 
 def poisoned(batch: Batch) -> Batch:

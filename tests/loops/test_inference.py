@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +14,7 @@ from torch import Tensor, nn
 
 from runner import check_model, optimize, safe_inference
 from runner.core.errors import OutOfMemory, UsageError
-
-ROOT = Path(__file__).parents[2]
+from tests import runs
 
 
 class Large(nn.Module):
@@ -166,9 +162,7 @@ print(json.dumps([[r.ok, r.pieces, r.output.double().sum().item(), r.problems] f
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 def test_a_batch_larger_than_the_limit_is_answered_in_pieces() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", LIMITED]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = runs.python("-c", LIMITED)
     assert done.returncode == 0, done.stderr
     whole, limited = json.loads(done.stdout.splitlines()[-1])
     assert whole[:2] == [True, 1] and whole[3] == []

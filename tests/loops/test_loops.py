@@ -18,11 +18,9 @@ from torch import Tensor, nn
 
 from runner import Stability, optimize, optimize_training_loop, train_step
 from runner.core.errors import ConfigError, UsageError
-from tests.loops.builders import assert_close, poisoned, same, state
+from tests.loops.builders import Batch, assert_close, loss_of, poisoned, same, state
 
-Batch = tuple[Tensor, Tensor]
 Optimizer = torch.optim.Optimizer
-loss_of = nn.functional.cross_entropy
 ADAMW: tuple[Any, dict[str, Any]] = (torch.optim.AdamW, {"lr": 1e-3})
 OPTIMIZERS = [
     ADAMW,

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from runner import Stability, train_step
 from runner.core.errors import UsageError
-from tests.loops.builders import assert_close, poisoned, same
+from tests.loops.builders import Batch, assert_close, poisoned, same
 
-Batch = tuple[Tensor, Tensor]
 GradScaler = torch.amp.GradScaler
 CLIP = 0.5
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from runner import Hook, Verdict, create_training_pipeline
 from runner.core.errors import DataError, UsageError
+from tests import runs
 
-QUICK = ["monitoring.progress=false", "device=cpu", "device.threads=1", "optimizer.lr=3e-3"]
+QUICK = [*runs.QUICK, "optimizer.lr=3e-3"]
 
 
 def test_digits_are_learned_and_recorded(net: nn.Module, digits: Any, tmp_path: Path) -> None:
@@ -34,15 +34,13 @@ def test_digits_are_learned_and_recorded(net: nn.Module, digits: Any, tmp_path: 
     names = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"summary.json", "metrics.jsonl", "checkpoints", "report.md"} <= names
     assert any(name.startswith("events.out.tfevents") for name in names)
-    recorded = json.loads((tmp_path / "run" / "summary.json").read_text())
+    recorded = runs.read(tmp_path / "run")
     assert recorded["name"] == "tensors-Sequential"
     assert recorded["metrics"] == summary.metrics
 
 
 def test_one_cut_off_continues_to_the_same_bits(digits: Any, tmp_path: Path) -> None:
-    class Stop(Hook):
-        def on_step(self, run: Any, step: Any) -> Any:
-            return Verdict.STOP if step.number == 30 else None
+    stop = runs.AtSteps(30, lambda run: Verdict.STOP)
 
     def trained(folder: str, hooks: list[Hook], resume: str = "none") -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -61,7 +59,7 @@ def test_one_cut_off_continues_to_the_same_bits(digits: Any, tmp_path: Path) -> 
         return model.state_dict()
 
     whole = trained("whole", [])
-    trained("cut", [Stop()])
+    trained("cut", [stop])
     resumed = trained("cut", [], "auto")
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 

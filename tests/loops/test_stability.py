@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,11 @@ from torch import Tensor, nn
 
 from runner import Stability
 from runner.core.errors import CheckpointError, ConfigError, GaveUp, UsageError
-from runner.core.schemas.stability import (
-    SpikeConfig,
-    StabilityConfig,
-)
+from runner.core.schemas.stability import SpikeConfig, StabilityConfig
 from runner.diagnose.replay.results import StepPhase
 from runner.loops.stability import device_random_state, replay_step, set_device_random_state
-from tests.loops.builders import poisoned, same, state
-
-Batch = tuple[Tensor, Tensor]
-loss_of = nn.functional.cross_entropy
+from tests.loops.builders import Batch, loss_of, poisoned, same, state
+from tests.runs import debug_file
 
 
 def loop(
@@ -77,10 +72,10 @@ def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
     assert all(parameter.grad is None for parameter in net.parameters())
     assert caught.value.exit_code == 4 and "replay_step(" in str(caught.value)
     assert "load an earlier checkpoint" in str(caught.value)
-    history = json.loads((tmp_path / "debug/history.json").read_text())
+    history = debug_file(tmp_path, "history")
     assert history["counts"] == {"non_finite": 4}
     assert [row["action"] for row in history["faults"]] == ["skipped", "the run gives up"]
-    assert json.loads((tmp_path / "debug/anomalies.json").read_text())["count"] == 4
+    assert debug_file(tmp_path, "anomalies")["count"] == 4
     with pytest.raises(GaveUp, match="step 1: the loss was nan; inspect"):
         loop(net, torch.optim.AdamW(net.parameters()), [poisoned(batches[0])], Stability("strict"))
 
@@ -219,9 +214,7 @@ def test_the_random_state_of_a_device_is_read_and_set_by_its_module(
 def test_records_are_written_from_the_first_step_on(
     net: nn.Module, batches: list[Batch], tmp_path: Path
 ) -> None:
-    def read(name: str) -> Any:
-        return json.loads((tmp_path / "debug" / f"{name}.json").read_text())
-
+    read = partial(debug_file, tmp_path)
     optimizer = torch.optim.AdamW(net.parameters())
     with Stability(folder=tmp_path) as stability:
         assert not (tmp_path / "debug/history.json").exists()

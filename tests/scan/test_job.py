@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import check
 from runner.core.config.composing import compose
 from runner.core.errors import ConfigError, Interrupted, SecurityError, UsageError
 from runner.core.findings import Reason, Severity, Trust
@@ -23,9 +19,8 @@ from runner.core.security.files.file_bytes import hash_file
 from runner.core.security.files.provenance import Assessment, FileFacts
 from runner.scan.job import ScanResult, ScanRow, main, render_terminal
 from runner.scan.scan import Scanner
+from tests import runs
 from tests.core.security.planted import Mark, checkpoint
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -41,7 +36,7 @@ def scan(path: Path, folder: Path, *overrides: str):
 
 
 def written(folder: Path):
-    return json.loads((folder / "scan.json").read_text())
+    return runs.read(folder, "scan.json")
 
 
 def pinned(*paths: Path) -> str:
@@ -131,7 +126,7 @@ def test_what_holds_nothing_to_load_is_no_pass(tmp_path, folder):
     with pytest.raises(UsageError, match="scan.path: no file or folder"):
         scan(tmp_path / "gone", folder)
     with pytest.raises(UsageError, match="no file or folder"):  # before there is a folder
-        check(read_arguments(["job=scan", "scan.path=gone.pt"]))
+        runs.checked("job=scan", "scan.path=gone.pt")
     with pytest.raises(ConfigError, match="scan.rows"):
         scan(tmp_path, folder, "scan.rows=-1")
     (tmp_path / "wrong").mkdir()
@@ -189,9 +184,8 @@ sys.exit(code)
 
 def test_the_command_refuses_with_3_and_never_imports_torch_itself(tmp_path):
     torch.save({"w": Mark(tmp_path / "mark")}, tmp_path / "evil.pt")
-    command = [sys.executable, "-c", PROGRAM, "job=scan", "scan.path=evil.pt"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    typed = ["job=scan", "scan.path=evil.pt"]
+    done = runs.python("-c", PROGRAM, *typed, folder=tmp_path, COLUMNS="80")
     assert done.returncode == 3, done.stderr
     assert len([line for line in done.stderr.splitlines() if "refused" in line]) == 1
     assert hash_file(tmp_path / "evil.pt")[0] in done.stdout and not (tmp_path / "mark").exists()

@@ -60,12 +60,8 @@ def test_it_runs_nothing_serves_all_files_and_has_the_promised_limits(sandbox, t
     _, reasons = examine(sandbox, tmp_path / "evil.pt")
     assert [reason.severity for reason in reasons] == [Severity.REFUSAL]
     assert not (tmp_path / "mark").exists() and pid_of(sandbox) == process.pid
-    for limit, most in (
-        ("FSIZE", 0),
-        ("CORE", 0),
-        ("NPROC", 0),
-        ("NOFILE", module.MAX_DESCRIPTORS),
-    ):
+    limits = {"FSIZE": 0, "CORE": 0, "NPROC": 0, "NOFILE": module.MAX_DESCRIPTORS}
+    for limit, most in limits.items():
         soft, hard = process.rlimit(getattr(psutil, f"RLIMIT_{limit}"))
         assert soft == hard == most, limit
     space, _ = process.rlimit(psutil.RLIMIT_AS)

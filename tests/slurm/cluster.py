@@ -7,10 +7,11 @@ import secrets
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from tests.runs import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scancel", "scontrol", "squeue")
 MUNGE = (("socket", "socket"), ("pid-file", "pid"), ("seed-file", "seed"), ("log-file", "log"))
@@ -100,13 +101,13 @@ def started(folder: Path) -> Iterator[dict[str, str]]:
         for command in commands:
             stack.enter_context(_daemon(command, env, folder))
             if command[0] == "munged":
-                _wait(lambda: (folder / "munge" / "munge.socket").exists(), "munged")
-        _wait(lambda: "idle" in _asked(["sinfo", "-h", "-o", "%T"], env), "the node")
+                wait_until((folder / "munge" / "munge.socket").exists, seconds=WAIT_S)
+        wait_until(lambda: "idle" in _asked(["sinfo", "-h", "-o", "%T"], env), seconds=WAIT_S)
         try:
             yield env
         finally:
             subprocess.run(["scancel", "--signal=KILL", "--user=root"], env=env, timeout=20)
-            _wait(lambda: not _asked(["squeue", "-h"], env).strip(), "the end of all jobs")
+            wait_until(lambda: not _asked(["squeue", "-h"], env).strip(), seconds=WAIT_S)
 
 
 @contextmanager
@@ -127,14 +128,6 @@ def _daemon(command: list[str], env: dict[str, str], folder: Path) -> Iterator[N
 def _asked(command: list[str], env: dict[str, str]) -> str:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
     return done.stdout if done.returncode == 0 else "?"
-
-
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{what}: not within {WAIT_S:g} s")
-        time.sleep(0.2)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -5,11 +5,9 @@ All in one test session of some minutes; the daemons are those of Debian's slurm
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,17 +56,13 @@ def ended(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     (file,) = (folder / "outputs" / "sweeps").glob("*/*/comparison.json")
-    found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    found: list[dict[str, Any]] = runs.read(file.parent, file.name)["rows"]
     return found
 
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[str]) -> Path:
-    until = time.monotonic() + 200
-    while not (found := sorted(folder.glob(pattern))):
-        assert process.poll() is None, (folder / "out").read_text()
-        assert time.monotonic() < until, f"no {pattern}"
-        time.sleep(0.2)
-    return found[0]
+    runs.wait_until(lambda: [*folder.glob(pattern)], process, 200)
+    return min(folder.glob(pattern))
 
 
 def jobs(env: dict[str, str]) -> list[str]:
@@ -86,7 +80,7 @@ def test_srun_starts_the_ranks_of_one_run(slurm, tmp_path):
     assert code == 0, out
     assert out.count("cancer-mlp  done") == 1
     (file,) = (tmp_path / "outputs" / "runs").glob("*/*/summary.json")
-    assert json.loads(file.read_text())["distributed"]["world_size"] == 2
+    assert runs.read(file.parent)["distributed"]["world_size"] == 2
 
 
 def test_an_array_of_runs_of_several_ranks_is_one_comparison(slurm, tmp_path):
@@ -112,7 +106,7 @@ def test_a_job_that_is_put_back_into_the_queue_comes_to_the_same_loss(slurm, tmp
     (file,) = (tmp_path / "whole" / "outputs" / "runs").glob("*/*/summary.json")
     (row,) = rows(tmp_path / "cut")
     assert row["status"] == "done"
-    assert row["summary"]["metrics"] == json.loads(file.read_text())["metrics"]
+    assert row["summary"]["metrics"] == runs.read(file.parent)["metrics"]
     (log,) = (tmp_path / "cut").glob("outputs/sweeps/*/*/0/run.log")
     assert "interrupted by SIGUSR2" in log.read_text()
 

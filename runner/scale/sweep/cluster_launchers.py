@@ -75,6 +75,14 @@ def adapt_launcher(target: str) -> None:
         launcher.launch = launch_on_ray
 
 
+def _resume_job(config: DictConfig) -> None:
+    """Let a job that is started again in its folder continue from its checkpoint, if it has one."""
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if has_checkpoints(folder) and config.checkpoint.resume == "none":
+        config.checkpoint.resume = "auto"
+    archive_record(folder)  # of a job that was lost before its first checkpoint
+
+
 def _record_lost_job(config: DictConfig, number: int, id: Any, status: str, reason: str) -> None:
     """Record how a job without a result ended, unless its summary states an end."""
     with open_dict(config):
@@ -141,9 +149,8 @@ def in_slurm_job(config: DictConfig) -> Iterator[None]:
     """
     from submitit import JobEnvironment
 
-    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and config.checkpoint.resume == "none":
-        config.checkpoint.resume = "auto" if config.checkpoint.enabled else "none"
-        archive_record(Path(HydraConfig.get().runtime.output_dir))
+    if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
+        _resume_job(config)
     number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
     previous_handler = signal.signal(number, signal.SIG_DFL)
     try:
@@ -202,11 +209,7 @@ def _run_on_ray(context: Any, config: DictConfig, task: Any, state: Any) -> JobR
 
 
 def _continue_on_ray(task: Any, config: DictConfig) -> Any:
-    """Run the job's task; a job that Ray restarts resumes from its last checkpoint."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    if has_checkpoints(folder) and config.checkpoint.resume == "none":
-        config.checkpoint.resume = "auto"
-    archive_record(folder)  # of a job that was lost before its first checkpoint
+    _resume_job(config)  # Ray may have restarted it
     return task(config)
 
 

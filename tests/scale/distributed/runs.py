@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from uuid import uuid4
 import psutil
 
 from tests.faults import processes as forked
-from tests.runs import rows
+from tests.runs import read, rows, wait_until
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 8
@@ -62,7 +61,7 @@ class Started:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return dict(json.loads((self.folder / "summary.json").read_text()))
+        return read(self.folder)
 
     def log(self, rank: int) -> str:
         return (self.own(rank) / "run.log").read_text()
@@ -87,11 +86,7 @@ class Started:
 
     def wait_for(self, path: str, timeout_s: float = 120) -> None:
         """Until there is such a file in its folder."""
-        deadline = time.monotonic() + timeout_s
-        while not list(self.folder.glob(path)):
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.05)
+        wait_until(lambda: [*self.folder.glob(path)], self.process, timeout_s)
 
     def send(self, number: int, to: str = "agent") -> None:
         if to == "group":

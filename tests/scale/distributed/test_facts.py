@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -148,7 +147,7 @@ def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
     with alone(runs.config(*typed), tmp_path, model=Failing(64, 10)) as run:
         with pytest.raises(ValueError, match="the third"):
             train(run)
-    found = json.loads((tmp_path / "summary.json").read_text())
+    found = runs.read(tmp_path)
     facts = found["distributed"]
     assert found["status"] == "failed"
     assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 1, "gloo")

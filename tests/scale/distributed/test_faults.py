@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import pytest
 
 from runner.scale.distributed.agent import Agent
 from runner.scale.distributed.outcome import RankOutcome
+from tests.runs import wait_until
 from tests.scale.distributed import runs
 from tests.scale.distributed.runs import digest
 
@@ -211,8 +211,7 @@ def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     started.wait_for("checkpoints/step_00000004")
     started.send(signal.SIGINT)
     started.wait_for("run.log")
-    while "once more" not in started.log(0):
-        pass
+    wait_until(lambda: "once more" in started.log(0), started.process)
     started.send(signal.SIGINT)
     assert started.end(20).code == 130
     assert started.left() == []
@@ -235,9 +234,7 @@ def test_a_signal_ends_a_run_that_waits_for_one_of_them(
     tmp_path: Path, fault: str, typed: tuple[str, ...]
 ) -> None:
     started = runs.start(tmp_path / "run", fault, *typed, "distributed.timeout_s=300", GRACE)
-    once = tmp_path / "run-once" / fault.replace(":", "_")
-    while not once.exists():
-        assert started.process.poll() is None
+    wait_until((tmp_path / "run-once" / fault.replace(":", "_")).exists, started.process)
     started.send(signal.SIGTERM)
     done = started.end(60)
     assert done.code == 143, done.output
@@ -328,27 +325,19 @@ def test_every_fault_at_every_point_ends_or_continues_all(
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the parent's death")
 def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Path) -> None:
     started = runs.start(tmp_path / "run", "1:forward:stop:6", "distributed.timeout_s=300")
-    _wait_for_stopped(started)
+    wait_until(
+        lambda: any(p.status() == psutil.STATUS_STOPPED for p in started.ranks("")), started.process
+    )
     started.send(signal.SIGKILL)
     started.end()
     assert started.left() == []
-
-
-def _wait_for_stopped(started: runs.Started) -> list[psutil.Process]:
-    while True:
-        assert started.process.poll() is None, started.output
-        if stopped := [p for p in started.ranks("") if p.status() == psutil.STATUS_STOPPED]:
-            return stopped
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_is_named_and_all_start_again(tmp_path: Path) -> None:
     fault, typed = "0:forward:hang:6", ("distributed.restarts=1", "distributed.timeout_s=300")
     started = runs.start(tmp_path / "run", fault, NO_WORKERS, *typed)
-    while not (tmp_path / "run-once" / fault.replace(":", "_")).exists():
-        assert started.process.poll() is None, started.output
-        time.sleep(0.05)
+    wait_until((tmp_path / "run-once" / fault.replace(":", "_")).exists, started.process)
     ranks = [p for rank in (0, 1) for p in started.ranks(rank)]
     ranks[0].parent().kill()
     psutil.wait_procs(ranks, 20)
@@ -401,9 +390,7 @@ def test_a_full_disk_at_one_process_ends_or_continues_all(
 def test_a_signal_while_all_compile_ends_all_within_the_grace_period(tmp_path: Path) -> None:
     slow = f"touch {tmp_path}/compiling-$RANK\nsleep 600\n"
     started = start_compiled(tmp_path, slow, GRACE, "distributed.timeout_s=300")
-    while not [*tmp_path.glob("compiling-*")]:
-        assert started.process.poll() is None, started.output
-        time.sleep(0.05)
+    wait_until(lambda: [*tmp_path.glob("compiling-*")], started.process)
     started.send(signal.SIGTERM)
     done = started.end()
     assert done.code == 143, done.output

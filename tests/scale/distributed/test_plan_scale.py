@@ -51,9 +51,7 @@ class Wire(Hook):
 
 
 def planned(*arguments: str) -> list[dict[str, Any]]:
-    script = str(ROOT / "scripts" / "plan_scale.py")
-    command = [sys.executable, script, *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = runs.python("scripts/plan_scale.py", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
@@ -108,7 +106,7 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     plan = planned(*GPT, *own, f"distributed={kind}", f"--ranks={processes}")[0]
-    kept = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(processes)]
+    kept = [runs.read(tmp_path, f"{rank}.json") for rank in range(processes)]
     for part in ("weights", "optimizer", "average"):  # the first rank has the largest shards
         assert kept[0][part] == plan[part] >= max(facts[part] for facts in kept)
     sent = processes * plan["sent"]

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -15,9 +14,7 @@ import psutil
 import pytest
 
 from runner import build, compose
-from runner.cli.arguments import read_arguments
 from runner.cli.launch import launch
-from runner.cli.preflight import check
 from runner.core.errors import ConfigError, DeviceError, UsageError
 from runner.scale.distributed.join import config_for_rank
 from runner.scale.distributed.launch import count_processes
@@ -26,7 +23,7 @@ from runner.scale.distributed.world import host_local_store, open_store
 from tests import runs
 from tests.faults.processes import marked
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SHORT = (*runs.QUICK, "data=cancer", "model=mlp", "training.steps=30")
 OF_TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 FAULT = """
@@ -67,10 +64,7 @@ for seed in (0, 1):
 
 def started(folder: Path, *typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(runs.TESTS.parent), str(folder)])
-    return subprocess.run(
-        [*TORCHRUN, *typed], cwd=folder, env={**os.environ, "PYTHONPATH": path, **variables},
-        text=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+    return runs.python(*TORCHRUN, *typed, folder=folder, PYTHONPATH=path, **variables)
 
 
 def start_faulty(
@@ -82,10 +76,6 @@ def start_faulty(
     return started(folder, *command, EVENT=fault[0], ERROR=fault[1], **variables)
 
 
-def told(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
-
-
 @pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_again(
     tmp_path, restarts
@@ -95,7 +85,7 @@ def test_all_have_one_folder_and_one_display_also_when_torchrun_starts_them_agai
     assert done.returncode == 0, done.stderr
     (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
     assert done.stdout.count("cancer-mlp  done") == 1
-    summary = told(run)
+    summary = runs.read(run)
     assert (summary["status"], summary["steps"]) == ("done", 30)
     facts = summary["distributed"]
     assert (facts["world_size"], facts["attempt"]) == (2, restarts)
@@ -110,8 +100,8 @@ def test_after_a_loss_under_nccl_rank_zero_saves_nothing_and_does_not_wait_at_it
     done = start_faulty(tmp_path, "--max-restarts=0", fault, "checkpoint.every=10", BACKEND="nccl")
     assert done.returncode == 1, done.stderr  # torchrun's own
     (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
-    assert told(run)["status"] == "failed" and "process 1" in told(run)["reason"]
-    assert told(run)["checkpoint"]["last"] == "checkpoints/step_00000012"  # the best so far
+    assert runs.read(run)["status"] == "failed" and "process 1" in runs.read(run)["reason"]
+    assert runs.read(run)["checkpoint"]["last"] == "checkpoints/step_00000012"  # the best so far
     assert not [*run.glob("checkpoints/step_0000001[3-5]")]
     assert not [*tmp_path.glob("exit-*")]
 
@@ -122,8 +112,8 @@ def test_an_error_in_another_process_is_named_by_the_first(tmp_path, event, erro
     done = start_faulty(tmp_path, "--max-restarts=0", (event, error))
     assert done.returncode == 1, done.stderr  # torchrun's own
     (run,) = (tmp_path / "outputs" / "runs").glob("*/*")
-    reason = told(run)["reason"]
-    assert told(run)["status"] == "failed"
+    reason = runs.read(run)["reason"]
+    assert runs.read(run)["status"] == "failed"
     assert reason.startswith("process 1: ") and "row 7 is odd" in reason
     assert f"error: {reason}" in done.stderr
 
@@ -133,7 +123,7 @@ def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
     done = started(tmp_path, "program.py", "distributed=ddp", *SHORT)
     assert done.returncode == 0, done.stderr
-    seeds = [told(tmp_path / f"run-{seed}") for seed in (0, 1)]
+    seeds = [runs.read(tmp_path / f"run-{seed}") for seed in (0, 1)]
     assert [seed["distributed"]["world_size"] for seed in seeds] == [2, 2]
     assert seeds[0]["metrics"] != seeds[1]["metrics"]
 
@@ -167,7 +157,7 @@ def test_a_start_that_does_not_fit_is_refused_and_leaves_nothing(
     for name, value in OF_TWO.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(error, match=message):
-        launch(check(read_arguments(typed)))
+        launch(runs.checked(*typed))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -245,7 +235,7 @@ def test_several_machines_are_left_to_torchrun_and_srun_whose_commands_are_named
     typed: str,
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(read_arguments(["distributed=ddp", typed]))
+        runs.checked("distributed=ddp", typed)
     assert refused.value.exit_code == 2
     assert str(refused.value).startswith(typed.partition("=")[0] + ": ")
     for command in ("torchrun --nnodes 2 ", "srun --nodes 2 ", "-m runner distributed=ddp"):
@@ -262,7 +252,7 @@ def test_a_run_of_several_machines_of_an_earlier_version_is_resumed_without_them
     ours = [*SHORT, "distributed=ddp", "distributed.nodes=2", "search.storage=/elsewhere/a.db"]
     text = json.dumps([*ours, "distributed.rendezvous=node1:1"])
     (recorded / "overrides.yaml").write_text(text)
-    request = check(read_arguments(["checkpoint.resume=outputs/x"]))
+    request = runs.checked("checkpoint.resume=outputs/x")
     assert request.config.distributed.kind.value == "ddp"
     assert request.config.search.storage is None
 
@@ -275,7 +265,7 @@ def test_the_doctor_describes_the_processes_and_checks_their_sums(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "outputs" / "doctor").glob("*/*/doctor.json")
-    report = json.loads(file.read_text())
+    report = runs.read(file.parent, file.name)
     assert [rank["local rank"] for rank in report["links"]["ranks"]] == [0, 1]
     assert report["links"]["wrong"] == 0 and "sums are right" in done.stdout
 
@@ -311,6 +301,6 @@ def test_a_job_of_a_sweep_that_takes_too_long_ends_with_its_processes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
     (file,) = (tmp_path / "outputs" / "sweeps").glob("*/*/comparison.json")
-    both = json.loads(file.read_text())["rows"]
+    both = runs.read(file.parent, file.name)["rows"]
     assert [row["status"] for row in both] == ["timeout", "timeout"]
     assert marked("MARK", mark) == []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,16 @@ def sweep(folder: Path, *typed: str, **variables: str) -> subprocess.CompletedPr
     return runs.command(folder, "-m", *SHORT, *typed, PYTHONPATH=path, **variables)
 
 
+def start_sweep(folder: Path, *typed: str) -> subprocess.Popen[str]:
+    """A sweep that runs, in a session of its own; the file `console` has its output."""
+    command = [sys.executable, "-m", "runner", "-m", *typed]
+    with open(folder / "console", "a") as console:
+        return subprocess.Popen(
+            command, cwd=folder, env={**environment(), "OMP_NUM_THREADS": "1"}, text=True,
+            stdout=console, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
 def own_folder(folder: Path) -> Path:
     """With the package, and with what somebody else might have left there for Hydra to run."""
     (folder / "sweep_package.py").write_text((HERE / "sweep_package.py").read_text())
@@ -43,8 +53,7 @@ def only(folder: Path) -> Path:
 
 
 def read(folder: Path, name: str = "sweep.json") -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((folder / name).read_text())
-    return record
+    return runs.read(folder, name)
 
 
 def statuses(folder: Path) -> list[str]:

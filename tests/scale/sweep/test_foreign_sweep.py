@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import check
 from runner.core.checkpoint import folder as folders
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.checkpoint.lock import lock
@@ -18,7 +16,7 @@ from runner.core.errors import SecurityError
 from runner.core.security.paths import distrust_resumed_folder, output_roots, run_tree_folders
 from runner.scale.sweep.job_process import CONSOLE_LOG, JobProcess
 from runner.scale.sweep.plan import archive_job
-from tests.runs import command
+from tests.runs import checked, command
 
 TYPED = ["-m", "seed=0,1", "training.epochs=1", "device=cpu", "optimization=none"]
 
@@ -62,7 +60,7 @@ def test_a_sweep_with_a_link_that_leads_out_of_it_is_refused(name: str, victim: 
     (handed / name).parent.mkdir(exist_ok=True)
     (handed / name).symlink_to(victim)
     with pytest.raises(SecurityError, match=f"handed/{name}: refused: it is a link"):
-        check(read_arguments([*TYPED, "sweep.resume=handed"]))
+        checked(*TYPED, "sweep.resume=handed")
     assert everything(victim) == before
 
 
@@ -71,10 +69,10 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(victim: Path
     (run / "checkpoints" / "step_00000001").mkdir(parents=True)
     (run / "checkpoints" / "last").symlink_to("step_00000001")  # as every run has
     typed = ["checkpoint.resume=handed", "device=cpu"]
-    assert "hydra.run.dir=" in check(read_arguments(typed)).arguments[-1]
+    assert "hydra.run.dir=" in checked(*typed).arguments[-1]
     (run / ".hydra-resumed").symlink_to(victim)
     with pytest.raises(SecurityError, match=r"\.hydra-resumed: refused"):
-        check(read_arguments(typed))
+        checked(*typed)
 
 
 @pytest.mark.parametrize("link", ["0", "a", ".earlier"])
@@ -134,9 +132,9 @@ def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("subdir", ["/elsewhere/0", "../../../../elsewhere/0"])
 def test_a_job_s_folder_is_named_below_the_output_root(subdir: str) -> None:
     with pytest.raises(SecurityError, match="is refused"):
-        check(read_arguments([*TYPED, f"hydra.sweep.subdir={subdir}"]))
+        checked(*TYPED, f"hydra.sweep.subdir={subdir}")
     with pytest.raises(SecurityError, match="is refused"):
-        check(read_arguments([f"hydra.output_subdir={subdir}"]))
+        checked(f"hydra.output_subdir={subdir}")
 
 
 @pytest.mark.parametrize("key", ["sweep.resume", "checkpoint.resume", "replay.path"])
@@ -150,18 +148,18 @@ def test_a_config_file_cannot_resume_a_run_outside_the_run_tree(key: str, tmp_pa
     typed = [*(TYPED if group == "sweep" else TYPED[2:]), "--config-dir=conf", "experiment=own"]
     typed += ["job=replay"] if group == "replay" else []
     with pytest.raises(SecurityError, match=f"{key}: .*elsewhere is refused"):
-        check(read_arguments(typed))
+        checked(*typed)
     if group == "replay":
         return
-    found = check(read_arguments([*typed, f"{key}={tmp_path / 'elsewhere'}"]))
+    found = checked(*typed, f"{key}={tmp_path / 'elsewhere'}")
     assert found.session is None or found.session.folder == tmp_path / "elsewhere"
 
 
 def test_a_sweep_that_is_gone_on_with_does_not_vouch_for_itself(tmp_path: Path) -> None:
     handed = a_sweep(tmp_path / "far" / "outputs" / "handed")
-    session = check(read_arguments([*TYPED, f"sweep.resume={handed}"])).session
+    session = checked(*TYPED, f"sweep.resume={handed}").session
     assert session is not None and session.resumed and session.folder == handed
-    chosen = check(read_arguments([*TYPED, f"hydra.sweep.dir={handed}"])).session
+    chosen = checked(*TYPED, f"hydra.sweep.dir={handed}").session
     assert chosen is not None and not chosen.resumed
     with distrust_resumed_folder(None, chosen=not session.resumed):
         assert run_tree_folders(handed / "0") == output_roots()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from runner.core import fork_server
 from runner.scale.sweep.fork import fork_job
 from runner.scale.sweep.job_process import JobProcess
 from runner.scale.sweep.job_starter import job_environment
+from tests.runs import python
 
 from .conftest import only, read, sweep
 
@@ -72,10 +72,6 @@ def test_where_the_server_has_another_thread_a_job_is_spawned(tmp_path: Path) ->
     (tmp_path / "starts_thread.py").write_text(STARTS_THREAD)
     (tmp_path / "spawned").write_text("#!/bin/sh\necho spawned\n")
     (tmp_path / "spawned").chmod(0o755)
-    variables = job_environment(1)
-    variables["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS],
-        cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout == "spawned\n"
+    path = os.pathsep.join([job_environment(1)["PYTHONPATH"], str(tmp_path)])
+    done = python("-c", FORKS, folder=tmp_path, PYTHONPATH=path)
+    assert done.stdout == "spawned\n", done.stderr

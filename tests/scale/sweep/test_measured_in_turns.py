@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,8 @@ from runner.measure.benchmark.result import BenchmarkResult
 from runner.measure.comparison_row import ComparisonRow
 from runner.measure.speed import FOLDER
 from runner.measure.sweep_speed import select_rows
-from tests.runs import command
-from tests.scale.sweep.conftest import environment, only, read
+from tests.runs import command, wait_until
+from tests.scale.sweep.conftest import only, read, start_sweep
 
 DIGITS = ("data=digits", "device=cpu", "device.threads=1", "training.steps=40")
 
@@ -105,19 +103,11 @@ def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(
 @pytest.mark.slow
 def test_ctrl_c_while_measuring_leaves_the_first_comparison_and_exits_130(tmp_path: Path) -> None:
     typed = [*DIGITS, "optimization=none,basic", "sweep.benchmark_s=500"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runner", "-m", *typed], cwd=tmp_path, text=True,
-        env={**environment(), "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "starting basic" in line:
-            break
+    process, console = start_sweep(tmp_path, *typed), tmp_path / "console"
+    wait_until(lambda: "starting basic" in console.read_text(), process)
     first = (only(tmp_path) / "comparison.json").read_text()
     time.sleep(0.5)
     os.killpg(process.pid, signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.wait(60) == 130
     assert (only(tmp_path) / "comparison.json").read_text() == first
-    assert not (only(tmp_path) / FOLDER).exists() and "sweep digits-mlp" in printed
+    assert not (only(tmp_path) / FOLDER).exists() and "sweep digits-mlp" in console.read_text()

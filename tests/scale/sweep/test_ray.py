@@ -8,15 +8,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.faults.processes import marked
+from tests.runs import wait_until
 
 from .conftest import environment, only, read
 
@@ -51,7 +50,7 @@ class RaySweep:
 
     def wait_for_checkpoint(self, job: int) -> None:
         pattern = f"outputs/sweeps/*/*/{job}/checkpoints/step_*[1-9]*/manifest.json"
-        self._until(lambda: any(self.folder.glob(pattern)))
+        wait_until(lambda: any(self.folder.glob(pattern)), self.process, 200)
 
     def worker(self, job: int) -> psutil.Process:
         """The Ray worker in which the job, or its rank 0, was started."""
@@ -60,13 +59,7 @@ class RaySweep:
         return next(process for process in lineage if process.cmdline()[0].startswith("ray::"))
 
     def assert_nothing_is_left(self) -> None:
-        self._until(lambda: not marked("MARK", self.mark), 20)
-
-    def _until(self, done: Callable[[], bool], seconds: float = 200) -> None:
-        until = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < until, (self.folder / "out").read_text()
-            time.sleep(0.1)
+        wait_until(lambda: not marked("MARK", self.mark), seconds=20)
 
 
 def rows(folder: Path) -> dict[str, tuple[str, str]]:

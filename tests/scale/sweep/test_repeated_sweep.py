@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import check
 from runner.core.checkpoint.lock import lock
 from runner.core.errors import StorageError, UsageError
 from runner.core.record.summary import Summary
 from runner.scale.sweep.plan import JobPlan, Planner, find_sweep, load_previous_jobs
 from runner.scale.sweep.state import Job
+from tests.runs import checked
 
 from .conftest import NET, SHORT, only, own_folder, read, sweep
 
@@ -99,5 +98,5 @@ def test_a_mistake_about_the_sweep_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=says) as refused:
-        check(read_arguments(["-m", *SHORT, "seed=0,1", typed]))
+        checked("-m", *SHORT, "seed=0,1", typed)
     assert "\n" not in str(refused.value)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import check
 from runner.core.checkpoint.lock import lock
 from runner.core.config.composing import compose
 from runner.core.config.groups import CONF
 from runner.core.errors import ConfigError, UsageError
 from runner.core.schemas.data import DataChanged, Tabular
 from runner.core.schemas.sweep import Pruner, Sampler, SearchConfig
+from tests.runs import checked, wait_until
 
-from .conftest import environment, only, own_folder, read, statuses, sweep
+from .conftest import SHORT, only, own_folder, read, start_sweep, statuses, sweep
 
 pytest.importorskip("optuna")
 
@@ -105,14 +102,8 @@ def test_a_mistake_in_the_space_is_one_line(overrides: list[str], sampler: str, 
         (["training.monitor=val/loss"], ("val/loss", False)),
         (["search.metric=val/f1"], ("val/f1", True)),
         (["search.metric=val/f1", "search.direction=minimize"], "contradicts val/f1"),
-        (
-            ["data=tabular", "data.path=x.csv", "data.target=y"],
-            "search.metric: depends on the data",
-        ),
-        (
-            ["objective.metrics=[AUROC]", "search.metric=val/AUROC"],
-            "search.direction: cannot be inferred",
-        ),
+        (["data=tabular", "data.path=x.csv", "data.target=y"], "metric: depends on the data"),
+        (["objective.metrics=[AUROC]", "search.metric=val/AUROC"], "direction: cannot be inferred"),
     ],
 )
 def test_the_metric_is_that_of_the_runs_and_its_direction_follows(
@@ -217,8 +208,8 @@ def test_without_optuna_a_search_says_what_to_install(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"optuna.* not installed: pip install '.*\[search\]'"):
-        check(read_arguments(["experiment=search", INTERVAL]))  # a sweep without -m
-    assert check(read_arguments(["experiment=search", "hydra.mode=RUN"])).config is not None
+        checked("experiment=search", INTERVAL)  # a sweep without -m
+    assert checked("experiment=search", "hydra.mode=RUN").config is not None
     assert not list(tmp_path.iterdir())
 
 
@@ -290,23 +281,19 @@ def test_a_trial_that_is_behind_stops_early_and_cleanly(folder: Path) -> None:
 def test_a_killed_search_continues_with_its_trials(folder: Path) -> None:
     typed = ["+model.x=interval(0,1)", "+model.pause_s=0.05", "training.steps=40"]
     typed += ["search.trials=6", "search.parallel=2", "search=random", "search.pruner=none"]
-    typed += ["checkpoint.every=10", "optimization=none", "data=cancer", "device=cpu"]
-    variables = {**environment(), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "runner", "-m", *PLANTED, *typed]
-    killed = subprocess.Popen(command, cwd=folder, env=variables)
+    typed += ["checkpoint.every=10", *SHORT[2:], "data=cancer", *PLANTED]
+    killed = start_sweep(folder, *typed)
 
     def trials() -> list[dict[str, Any]]:
         files = folder.glob("outputs/sweeps/*/*/search.json")
-        return [trial for file in files for trial in json.loads(file.read_text())["trials"]]
+        return [trial for file in files for trial in read(file.parent, file.name)["trials"]]
 
-    until = time.monotonic() + 120
-    while len(trials()) < 4 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: len(trials()) >= 4, killed)
     killed.kill()
     killed.wait()
     done = {t["number"]: t for t in trials() if t["status"] == "done"}
     assert done and len(trials()) < 6
-    assert subprocess.run(command, cwd=folder, env=variables, timeout=300).returncode == 0
+    assert start_sweep(folder, *typed).wait(300) == 0
     assert [t["number"] for t in trials()] == list(range(6))
     assert {t["status"] for t in trials()} == {"done"}
     assert {n: t for n, t in enumerate(trials()) if n in done} == done

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import check
 from runner.core.errors import ConfigError
 from runner.scale.sweep.identity import sweep_hash
+from tests.runs import checked
 
 from .conftest import NET, only, own_folder, read, statuses, sweep
 
@@ -123,7 +122,7 @@ def test_a_sweep_of_benchmarks_is_refused_with_the_key_that_compares_in_turn(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"^job: .*leave -m out.*benchmark\.arms=\[none,basic\]"):
-        check(read_arguments(["-m", "job=benchmark", "optimization=none,basic"]))
+        checked("-m", "job=benchmark", "optimization=none,basic")
 
 
 def test_a_command_is_recognised_in_any_order_and_with_any_launcher() -> None:

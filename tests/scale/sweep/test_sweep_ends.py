@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -22,8 +21,9 @@ from runner.scale.sweep.launch import PlannedJobs
 from runner.scale.sweep.plan import JobPlan, Planner, wait_for_running_jobs
 from runner.scale.sweep.schedule import Schedule, write_failed_summary
 from runner.scale.sweep.state import Job, Sweep
+from tests.runs import wait_until
 
-from .conftest import NET, SHORT, environment, only, read, statuses, sweep
+from .conftest import NET, SHORT, environment, only, read, start_sweep, statuses, sweep
 
 LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
         "monitoring.every=5"]  # fmt: skip
@@ -51,14 +51,11 @@ def test_want_of_memory_has_a_name_of_its_own_and_fail_fast_skips_the_rest(folde
 
 def start_until_trained(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A sweep of one long job that has begun to train, and the processes it has started."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "runner", "-m", *SHORT, *NET, *LONG], cwd=folder, text=True,
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    until, pattern = time.monotonic() + 60, "outputs/sweeps/*/*/0/metrics.jsonl"
-    while not any(path.stat().st_size for path in folder.glob(pattern)):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
-        time.sleep(0.05)
+    process, pattern = (
+        start_sweep(folder, *SHORT, *NET, *LONG),
+        "outputs/sweeps/*/*/0/metrics.jsonl",
+    )
+    wait_until(lambda: any(path.stat().st_size for path in folder.glob(pattern)), process)
     return process, psutil.Process(process.pid).children(recursive=True)
 
 
@@ -66,8 +63,8 @@ def start_until_trained(folder: Path) -> tuple[subprocess.Popen[str], list[psuti
 def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) -> None:
     process, children = start_until_trained(folder)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, output
+    code, output = process.wait(60), (folder / "console").read_text()
+    assert code == 130, output
     assert statuses(only(folder)) == ["interrupted"]
     assert "the same command" in output and "interrupted" in output
     assert not psutil.wait_procs(children, timeout=20)[1]
@@ -84,7 +81,7 @@ def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) ->
 def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> None:
     process, children = start_until_trained(folder)
     process.kill()
-    process.communicate(timeout=60)
+    process.wait(60)
     assert not psutil.wait_procs(children, timeout=20)[1]
     assert read(only(folder) / "0", "summary.json")["status"] == "interrupted"
     assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))
@@ -105,13 +102,10 @@ def test_a_job_that_does_not_listen_is_ended_at_the_first_deadline_for_the_first
 ) -> None:
     deaf = "import signal, threading; signal.signal(15, signal.SIG_IGN); print('ready', flush=True)"
     child = child_of(tmp_path, f"{deaf}; threading.Event().wait()")
-    deadline = time.monotonic() + 30
-    while child.last_line() != "ready":
-        assert time.monotonic() < deadline
+    wait_until(lambda: child.last_line() == "ready")
     child.request_end(signal.SIGTERM, "timeout", "too long", grace_s=0.2)
     child.request_end(signal.SIGTERM, "interrupted", "Ctrl-C")
-    while not child.has_ended():
-        assert time.monotonic() < deadline
+    wait_until(child.has_ended)
     assert end_of(child) == ("timeout", "too long")
 
 
@@ -209,10 +203,8 @@ def test_the_log_of_a_running_job_is_trimmed_while_it_writes(tmp_path: Path) -> 
         "import time\nfor i in range(400_000): print(f'line {i:06} ' + 'x' * 30)\n"
         "print('ready', flush=True); time.sleep(60)"
     )
-    child, deadline = child_of(tmp_path, code), time.monotonic() + 30
-    while child.last_line() != "ready":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    child = child_of(tmp_path, code)
+    wait_until(lambda: child.last_line() == "ready")
     assert not child.has_ended()
     assert (tmp_path / "console.log").stat().st_size < 2.1 * 2**20
     child.close()
