@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from runner import Hook, RunConfig, Summary, Verdict, build, compose, train
 from runner.core.interfaces.hook import Step
@@ -27,6 +30,9 @@ QUICK += ("stability.watch.cpu_above=null",)
 OURS = ("security.trusted=[my_package]",)
 NOISY = (*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net")
 TABLE = ("data=cancer", "model=mlp")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU"
+)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -99,6 +105,16 @@ def rows(folder: Path, *splits: str) -> list[dict[str, Any]]:
 
 def _is_stable(row: dict[str, Any]) -> bool:
     return bool(row["split"] != "system")
+
+
+def python(code: str, **variables: str) -> str:
+    """What a new process of Python prints that runs this code; `tests` can be imported."""
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def command(
