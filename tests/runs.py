@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from runner import Hook, RunConfig, Summary, Verdict, build, compose, train
 from runner.core.interfaces.hook import Step
@@ -31,6 +34,9 @@ QUICK += ("stability.watch.cpu_above=null",)
 OURS = ("security.trusted=[my_package]",)
 NOISY = (*OURS, "data._target_=my_package.Noisy", "model._target_=my_package.Net")
 TABLE = ("data=cancer", "model=mlp")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs g++ on a CPU"
+)
 
 
 def config(*overrides: str) -> RunConfig:
@@ -176,6 +182,13 @@ def python(
         [sys.executable, *arguments],
         cwd=folder, env=environment, text=True, errors="replace", capture_output=True, timeout=600,
     )  # fmt: skip
+
+
+def printed_by(code: str, **variables: str) -> str:
+    """What a new process of Python prints that runs this code; `tests` can be imported."""
+    done = python("-c", code, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def command(

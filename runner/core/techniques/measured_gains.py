@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from runner.core.record.storage import make_folder, replace_text
+from runner.core.record.storage import make_folder, replace_text, user_cache
 
 log = logging.getLogger("runner")
 
@@ -42,10 +42,9 @@ class MeasuredGains:
 
     @cached_property
     def path(self) -> Path:
-        """The file of these facts."""
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        """The file of these facts; one that cannot be made if there is no home folder."""
         key = sha256(json.dumps(self.facts(), default=str).encode()).hexdigest()[:32]
-        return home / "runner" / "gains" / f"{key}.json"
+        return (user_cache(os.environ) or Path(os.devnull)) / "gains" / f"{key}.json"
 
     def fix_path(self) -> None:
         """Compute the path now: later a technique may have changed the model."""

@@ -3,19 +3,22 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from runner import Hook, compose, train
+from runner import compose, train
 from runner.core.config.run_config import config_hash
-from runner.core.device.device import Device, capabilities, seed_everything, select
+from runner.core.device import resources
+from runner.core.device.device import Device, capabilities, most_free_gpu, seed_everything, select
+from runner.core.device.resources import SystemMonitor
 from runner.core.errors import ConfigError, DeviceError
 from runner.core.schemas.device import DeviceConfig, DeviceKind
 from tests import runs
@@ -168,10 +171,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    first, second = answer.stdout.splitlines()
+    first, second = runs.printed_by(code).splitlines()
     assert first == "7"
     assert second.startswith("device.priority: -5 ") and "CAP_SYS_NICE" in second
 
@@ -247,12 +247,8 @@ with build(compose([*typed, "device.interop_threads=2"])) as run:
 
 
 def test_threads_that_run_operators_side_by_side_are_set_once_a_process():
-    ended = subprocess.run(
-        [sys.executable, "-c", SET_TWICE], capture_output=True, text=True, timeout=300, check=True
-    )
-    first, second = ended.stdout.splitlines()
-    assert first == "3"
-    assert second.startswith("3 ")
+    first, second = runs.printed_by(SET_TWICE).splitlines()
+    assert first == "3" and second.startswith("3 ")
     assert "device.interop_threads=2 needs a new process" in second
 
 
@@ -260,17 +256,14 @@ def test_threads_that_run_operators_side_by_side_are_set_once_a_process():
 def test_every_step_waits_for_the_device_before_hooks_if_asked_to(waits, monkeypatch):
     events = []
 
-    class Steps(Hook):
-        def on_step(self, run, step):
-            events.append(step.number)
-
     def finish(device):
         events.append("wait")
         time.sleep(0.01)  # what the device still has to do
 
     typed = f"data=cancer device.synchronize={waits} training.steps=6 training.validate_every=100"
     with runs.opened(*typed.split(), "optimization=none") as run:
-        run.hooks.append(Steps())
+        steps = runs.AtSteps(range(1, 7), lambda run: events.append(run.progress.step))
+        run.hooks.append(steps)
         monkeypatch.setattr(Device, "synchronize", finish)
         summary = train(run)
     expected = [["wait", i] if waits else [i] for i in range(1, 7)]
@@ -280,3 +273,59 @@ def test_every_step_waits_for_the_device_before_hooks_if_asked_to(waits, monkeyp
 
 def test_waiting_for_the_device_leaves_the_hash_alone():
     assert config_hash(compose(["device.synchronize=true"])) == config_hash(compose())
+
+
+# device.index=auto, and the readings of a GPU's allocator, on simulated GPUs
+
+GIB = 2**30
+TOTAL, USED = 80 * GIB, [70 * GIB, 10 * GIB, 30 * GIB]
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, nvml: bool) -> None:
+    def used(index: int) -> int:
+        if not nvml:
+            raise ModuleNotFoundError("pynvml")
+        return USED[index]
+
+    total = SimpleNamespace(total_memory=TOTAL)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(USED))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", used)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: total)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (TOTAL - USED[index], TOTAL))
+
+
+@pytest.mark.parametrize("nvml", [True, False])
+def test_auto_takes_the_gpu_with_most_free_memory(
+    nvml: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(monkeypatch, nvml)
+    index, text = most_free_gpu()
+    assert index == 1 and text == "GPU 1 of 3 has most free memory, 70.00 GiB"
+
+
+def test_auto_on_a_cpu_is_the_cpu() -> None:
+    with ExitStack() as scope:
+        device = select(compose(["device=cpu", "device.index=auto"]).device, scope)
+    assert device.torch == torch.device("cpu") and "device.index=auto" in device.reason
+
+
+@pytest.mark.parametrize("typed", ["gpu1", "best", "1.5", "[0]", "true"])
+def test_another_word_for_an_index_is_refused(typed: str) -> None:
+    with pytest.raises(ConfigError, match=r"^device\.index: must be "):
+        compose([f"device.index={typed}"])
+
+
+def test_readings_of_a_gpu_count_retries_and_failures_of_the_allocator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stats = {"num_alloc_retries": 3, "num_ooms": 2, "num_device_alloc": 9}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    monkeypatch.setattr(resources, "gpu_readings", lambda device: {"gpu_percent": 50.0})
+    device: Any = SimpleNamespace(kind="cuda", torch=torch.device("cuda", 0))
+    monitor, without = SystemMonitor(), SystemMonitor(gpu=False)
+    monitor.device = without.device = device
+    row = monitor.sample().row()
+    assert {k: x for k, x in row.items() if k.startswith("gpu_")} == {
+        "gpu_percent": 50.0, "gpu_alloc_retries": 3.0, "gpu_ooms": 2.0,
+    }  # fmt: skip
+    assert without.sample().gpu == {"gpu_alloc_retries": 3.0, "gpu_ooms": 2.0}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from runner import RunConfig, build, train
+from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.interfaces.batch import Batch
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
@@ -69,6 +74,51 @@ def step(
     norm, skipped = update.measure(total + beside)
     update.apply(norm, skipped)
     return float(norm), bool(skipped)
+
+
+def net_and_twin() -> tuple[nn.Module, nn.Module]:
+    """The same small network twice, with a norm whose weight is a vector."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+    return net, copy.deepcopy(net)
+
+
+def train_beside(
+    net: nn.Module, update: OptimizerStep, twin: nn.Module, by_hand: Callable[[int], object]
+) -> None:
+    """Train the net by the update, and its twin by hand on the same batches: weights are equal."""
+    for number, batch in enumerate(batches(6)):
+        step(net, update, batch)
+        twin.zero_grad()
+        nn.functional.cross_entropy(twin(batch[0]), batch[1]).backward()
+        by_hand(number)
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def take_step(
+    update: OptimizerStep, forward: Callable[[], Tensor], beside: float = 0.0
+) -> tuple[float, bool]:
+    """A step with the loss that `forward` returns, and `beside` added as in `step`."""
+    update.begin()
+    loss = forward()
+    (loss if update.scale is None else loss * update.scale.value).backward()
+    norm, skipped = update.measure(loss.detach() + beside)
+    update.apply(norm, skipped)
+    return float(norm), bool(skipped)
+
+
+def assert_a_killed_run_ends_in_the_same_bits(config: RunConfig, folder: Path) -> None:
+    """Resume from step 5 of the run in `folder / "whole"`; weights and moments are its own."""
+    killed = folder / "killed"
+    place = next((folder / "whole/checkpoints").glob("step_*5"))
+    shutil.copytree(place, killed / "checkpoints" / place.name)
+    config.checkpoint.resume = "auto"
+    with build(config, killed) as run:
+        assert run.progress.step == 5
+        train(run)
+    ends = [Checkpointer(folder / name, keep=9).restore() for name in ("whole", "killed")]
+    assert_same(*([end.model, end.state["update"]["optimizer"]] for end in ends if end is not None))
 
 
 def flat(tree: Any) -> list[Any]:

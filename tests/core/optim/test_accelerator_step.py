@@ -294,21 +294,6 @@ def test_the_check_of_host_reads_sees_reads_and_copies(fake_cuda: HostReads) -> 
                 case()
 
 
-def test_adagrad_without_a_fused_cuda_kernel_uses_lists_and_says_so(
-    fake_cuda: HostReads, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in torch 2.11."""
-
-    def refuse(*args: object, **options: object) -> None:
-        raise RuntimeError("`fused=True` requires all the params to be … of supported devices")
-
-    module = sys.modules[torch.optim.Adagrad.__module__]
-    monkeypatch.setattr(module, "_device_dtype_check_for_fused", refuse)
-    options, reason = fastest_implementation(torch.optim.Adagrad, Net(torch.float32, plain=True))
-    assert options == {"foreach": True}
-    assert reason == f"torch {torch.__version__} has no fused Adagrad for float32 on cuda"
-
-
 def test_a_skipped_step_restores_100_buffers_with_as_many_launches_as_two(
     fake_cuda: HostReads,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -50,18 +49,14 @@ LEVELS = {
 }
 COMPILED = ["AdamW", "SGD momentum", "Adagrad", "NAdam", "SignedAdamW", "ShrunkSGD"]
 SLOW = [pytest.mark.slow]
-COMPILING = [*SLOW, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+COMPILING = [*SLOW, runs.needs_compiler]
 FAST = {*OWN, "AdamW", "RAdam", "SGD momentum", "SparseAdam", "transformers"}
 CASES = [
     *[pytest.param("basic", name, marks=() if name in FAST else SLOW) for name in OPTIMIZERS],
     *[pytest.param("ultra", name, marks=SLOW) for name in OPTIMIZERS],
     *[pytest.param("compiled", name, marks=COMPILING) for name in COMPILED],
 ]
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 def config(name: str, level: str, lr: float = 0.02, **stability: Any) -> RunConfig:
@@ -214,7 +209,6 @@ def test_code_put_around_a_step_is_not_run_where_the_step_is_skipped(
 @pytest.mark.parametrize(
     ("name", "options", "engaged", "guard"),
     [
-        ("AdamW", {}, True, "in the kernel"),
         ("AdamW", {"fused": False}, False, "host reads a flag"),
         ("SignedAdamW", {}, False, None),
         ("SignedAdamW", {"fused": True}, False, None),
@@ -230,7 +224,7 @@ def test_the_summary_says_what_makes_the_update(
         summary = train(run)
         (group, *_) = run.update.optimizer.param_groups
         assert {key: group.get(key) for key in options} == options  # as the config says
-    row = next(row for row in summary.techniques if row.name == "fused_optimizer")
+    row = runs.status(summary, "fused_optimizer")
     assert row.requested and row.engaged == engaged and bool(row.reason) != engaged
     assert row.evidence.get("guard") == guard
     assert guard or f"the step() of {name} is not torch's own" in row.reason

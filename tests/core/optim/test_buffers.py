@@ -21,6 +21,8 @@ from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 
+from .steps import take_step
+
 Change = Callable[[nn.Module, Tensor], None]
 
 
@@ -38,13 +40,7 @@ class Net(nn.Module):
 
 
 def step(net: nn.Module, update: OptimizerStep, factor: float = 1.0) -> bool:
-    update.begin()
-    x = torch.ones(4, 6) * factor
-    loss = net(x).square().mean()
-    loss.backward()
-    norm, skipped = update.measure(loss.detach())
-    update.apply(norm, skipped)
-    return bool(skipped)
+    return take_step(update, lambda: net(torch.ones(4, 6) * factor).square().mean())[1]
 
 
 def updates(net: nn.Module, fused: bool) -> OptimizerStep:

@@ -18,6 +18,8 @@ from runner.core.schemas.stability import StabilityConfig
 from runner.core.train.loop import train
 from tests import runs
 
+from .steps import take_step
+
 KINDS: list[dict[str, Any]] = [
     {"clip_norm": 0.3},
     {"clip_norm": None, "clip_value": 0.02},
@@ -99,19 +101,14 @@ def test_clipping_is_what_torch_and_the_paper_say(
     ours, theirs = model(), model()
     update = make(ours, stability, way, scale)
     optimizer = make(theirs, StabilityConfig(), way, None).optimizer
-    inputs, target = batch()
+    (inputs, target), loss = batch(), nn.functional.cross_entropy
     for _ in range(3):
-        update.begin()
-        loss = nn.functional.cross_entropy(ours(inputs), target)
-        (loss if scale is None else loss * scale).backward()
-        norm, skipped = update.measure(loss.detach())
-        update.apply(norm, skipped)
+        norm, skipped = take_step(update, lambda: loss(ours(inputs), target))
         optimizer.zero_grad()
-        nn.functional.cross_entropy(theirs(inputs), target).backward()
+        loss(theirs(inputs), target).backward()
         before = expected(theirs, [g["params"] for g in optimizer.param_groups], stability)
         optimizer.step()
-        assert float(norm) == pytest.approx(before, rel=1e-4)
-        assert not skipped.item()
+        assert norm == pytest.approx(before, rel=1e-4) and not skipped
     untouched = model()
     for a, b, first in zip(
         ours.parameters(), theirs.parameters(), untouched.parameters(), strict=True
@@ -124,7 +121,7 @@ def test_clipping_is_what_torch_and_the_paper_say(
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[-1]], ids=lambda kind: "+".join(kind))
 def test_a_sparse_gradient_is_clipped_as_the_dense_one(kind: dict[str, Any]) -> None:
-    results = []
+    results, x, y = [], torch.tensor([[1, 1, 2], [3, 2, 9]]), torch.tensor([0, 2])
     for sparse in (False, True):
         torch.manual_seed(0)
         net = nn.Sequential(
@@ -134,14 +131,8 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one(kind: dict[str, Any]) -> 
         optimizer = torch.optim.SGD(groups, lr=1.0)
         update = OptimizerStep(net, optimizer, StabilityConfig(**kind), 1.0, [1.0])
         for _ in range(2):
-            update.begin()
-            loss = 5 * nn.functional.cross_entropy(
-                net(torch.tensor([[1, 1, 2], [3, 2, 9]])), torch.tensor([0, 2])
-            )
-            loss.backward()
-            norm, skipped = update.measure(loss.detach())
-            update.apply(norm, skipped)
-        results.append([norm, *(p.detach() for p in net.parameters())])
+            norm, _ = take_step(update, lambda net=net: 5 * nn.functional.cross_entropy(net(x), y))
+        results.append([torch.tensor(norm), *(p.detach() for p in net.parameters())])
     for dense, sparse_ in zip(*results, strict=True):
         torch.testing.assert_close(dense, sparse_, atol=1e-6, rtol=1e-5)
 

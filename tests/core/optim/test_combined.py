@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 from runner import build, train
-from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import CheckpointError, ConfigError
 from runner.core.optim.combined import CombinedOptimizer, build_combined
 from runner.core.optim.optimizer_step import OptimizerStep
@@ -21,6 +19,7 @@ from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig, Sched
 from runner.core.schemas.stability import StabilityConfig
 from tests import runs
 from tests.core.optim import steps
+from tests.core.optim.steps import net_and_twin
 
 MUON = {"match": "*.weight", "name": "Muon", "lr": 0.05, "options": {"momentum": 0.9}}
 TYPED = "optimizer.groups=[{match: 'layers.*.weight', name: Muon, lr: 0.02}]"
@@ -38,13 +37,6 @@ class Tower(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.body(self.table(x))
         return output
-
-
-def net_and_twin() -> tuple[nn.Module, nn.Module]:
-    """The same small network twice, with a norm whose weight is a vector."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-    return net, copy.deepcopy(net)
 
 
 def combined(net: nn.Module, groups: list[dict[str, Any]], **own: Any) -> CombinedOptimizer:
@@ -82,31 +74,26 @@ def test_two_optimizers_train_as_both_stepped_by_hand_under_one_schedule_and_cli
         cls(decays, lr=0.05, momentum=0.9),
         torch.optim.AdamW(vectors, lr=0.02, weight_decay=0.0),
     ]
-    for number, batch in enumerate(steps.batches(6)):
-        steps.step(net, update, batch)
-        twin.zero_grad()
-        nn.functional.cross_entropy(twin(batch[0]), batch[1]).backward()
+
+    def step_by_hand(number: int) -> None:
         if clip is not None:
             nn.utils.clip_grad_norm_(twin.parameters(), clip)
         for optimizer, rate in zip(by_hand, (0.05, 0.02), strict=True):
             for own in optimizer.param_groups:
                 own["lr"] = rate * rates[number]
             optimizer.step()
-    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    steps.train_beside(net, update, twin, step_by_hand)
 
 
 def test_a_batch_that_is_not_finite_changes_the_weights_and_state_of_neither() -> None:
     net, _ = net_and_twin()
-    update = steps.make(net)
     update = OptimizerStep(net, combined(net, [MUON]), StabilityConfig(), 0.02, [1.0] * 9)
     good, bad = steps.batches(2)
     steps.step(net, update, good)
     before = copy.deepcopy([net.state_dict(), update.optimizer.state_dict()])
     assert steps.step(net, update, bad, beside=float("nan"))[1]
-    after = [net.state_dict(), update.optimizer.state_dict()]
-    for one, other in zip(steps.flat(before), steps.flat(after), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    steps.assert_same(before, [net.state_dict(), update.optimizer.state_dict()])
 
 
 def test_weights_that_the_named_class_does_not_take_go_to_the_rest_and_it_says_so(
@@ -156,19 +143,7 @@ def test_a_killed_run_with_two_optimizers_ends_in_the_same_bits(tmp_path: Path) 
     with build(config, tmp_path / "whole") as run:
         assert isinstance(run.update.optimizer, CombinedOptimizer)
         train(run)
-    killed = tmp_path / "killed"
-    place = next((tmp_path / "whole/checkpoints").glob("step_*5"))
-    shutil.copytree(place, killed / "checkpoints" / place.name)
-    config.checkpoint.resume = "auto"
-    with build(config, killed) as run:
-        assert run.progress.step == 5
-        train(run)
-    ends = [Checkpointer(tmp_path / n, keep=9).restore() for n in ("whole", "killed")]
-    first, second = (end for end in ends if end is not None)
-    assert all(torch.equal(first.model[name], second.model[name]) for name in first.model)
-    states = [end.state["update"]["optimizer"] for end in (first, second)]
-    for one, other in zip(*(steps.flat(state) for state in states), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    steps.assert_a_killed_run_ends_in_the_same_bits(config, tmp_path)
 
 
 @pytest.mark.parametrize("groups", ["[]", "[{match: layers.*.weight, name: SGD}]"])

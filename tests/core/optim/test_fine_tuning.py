@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from torch import nn
 
 from runner import build, train
-from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import ConfigError
 from runner.core.optim.fine_tuning import freeze
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
@@ -37,9 +34,7 @@ pytestmark = pytest.mark.usefixtures("my_package")
 def test_each_group_is_updated_at_its_own_rate_and_decay_as_torch_has_it(
     name: str, how: dict[str, Any], kind: ScheduleKind
 ) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
-    twin = copy.deepcopy(net)
+    net, twin = steps.net_and_twin()
     config = OptimizerConfig(name=name, lr=0.02, weight_decay=0.1, groups=GROUPS)
     rates = lr_factors(ScheduleConfig(kind), 20)
     optimizer = build_optimizer(config, find_optimizer(name), net, how)
@@ -57,14 +52,7 @@ def test_each_group_is_updated_at_its_own_rate_and_decay_as_torch_has_it(
         weight_decay=0.1,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(reference, lambda update: rates[min(update, 19)])
-    for batch in steps.batches(6):
-        steps.step(net, update, batch)
-        reference.zero_grad()
-        nn.functional.cross_entropy(twin(batch[0]), batch[1]).backward()
-        reference.step()
-        scheduler.step()
-    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    steps.train_beside(net, update, twin, lambda _: (reference.step(), scheduler.step()))
 
 
 def test_frozen_parts_stay_as_they_are_without_state_and_a_killed_run_ends_in_the_same_bits(
@@ -82,24 +70,11 @@ def test_frozen_parts_stay_as_they_are_without_state_and_a_killed_run_ends_in_th
         assert moved == {"layers.5.weight", "layers.5.bias"}  # nor do BatchNorm's statistics
     recorded = {c.key: c.reason for c in summary.choices}
     assert recorded["optimizer.freeze"] == "18 of 90 parameters are trained"
-
-    killed = tmp_path / "killed"
-    place = next((tmp_path / "whole/checkpoints").glob("step_*5"))
-    shutil.copytree(place, killed / "checkpoints" / place.name)
-    config.checkpoint.resume = "auto"
-    with build(config, killed) as run:
-        assert run.progress.step == 5
-        train(run)
-    ends = [Checkpointer(tmp_path / n, keep=9).restore() for n in ("whole", "killed")]
-    first, second = (end.model for end in ends if end is not None)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    states = [end.state["update"]["optimizer"] for end in ends if end is not None]
-    for one, other in zip(*(steps.flat(state) for state in states), strict=True):
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    steps.assert_a_killed_run_ends_in_the_same_bits(config, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
+@runs.needs_compiler
 def test_the_whole_step_updates_each_group_at_its_own_rate() -> None:
     weights, own = [], ["data=cancer", "model=mlp", "training.steps=8", "schedule=cosine"]
     own += ["optimizer.freeze=[layers.0]", "optimizer.groups=[{match: '*.bias', lr: 0.05}]"]

@@ -28,6 +28,7 @@ OPTIONS = (
     *("data=cancer", "optimization=none", "device.threads=1", "training.steps=8"),
     *("training.validate_every=4", "training.batch_size=32"),
 )
+LOSS = nn.functional.cross_entropy
 
 
 class Moving(nn.Module):
@@ -76,11 +77,9 @@ def test_a_skipped_step_restores_resized_buffers_and_moved_frozen_parameters(bad
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for i, (x, y) in enumerate(batches):
             if skips and i == bad:
-                step = runner.train_step(
-                    model, optimizer, (x * math.nan, y), nn.functional.cross_entropy
-                )
+                step = runner.train_step(model, optimizer, (x * math.nan, y), LOSS)
                 assert step.skipped.item() == 1
-            runner.train_step(model, optimizer, (x, y), nn.functional.cross_entropy)
+            runner.train_step(model, optimizer, (x, y), LOSS)
         results.append(state_of(model))
     assert_same(*results)
 
@@ -105,7 +104,7 @@ def test_a_skipped_step_undoes_the_resize_of_a_buffer(bad: int) -> None:
     for i in range(4):
         before = model.seen.clone()
         x = torch.full((6, 4), math.nan if i == bad else 1.0)
-        runner.train_step(model, optimizer, (x, y), nn.functional.cross_entropy)
+        runner.train_step(model, optimizer, (x, y), LOSS)
         assert torch.equal(model.seen, before) == (i == bad)
 
 
@@ -114,7 +113,7 @@ def test_frozen_parameters_that_do_not_move_are_not_copied_at_each_step() -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         batch = (torch.randn(6, 4), torch.arange(6) % 2)
-        runner.train_step(model, optimizer, batch, nn.functional.cross_entropy)
+        runner.train_step(model, optimizer, batch, LOSS)
     frozen = vars(optimizer)["_runner_guarded"].update.buffers.frozen
     assert len(frozen.slots) == 2 and not frozen.saved and not frozen.undecided
 
@@ -173,6 +172,7 @@ def sparse_optimizer(name: str) -> torch.optim.Optimizer:
     return optimizer
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes sparse tensors
 @pytest.mark.parametrize("name", ["SparseAdam", "SGD", "Adagrad"])
 def test_optimizer_state_of_sparse_gradients_can_be_resumed(name: str) -> None:
     optimizer = sparse_optimizer(name)

@@ -16,6 +16,8 @@ from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 
+from .steps import assert_same, take_step
+
 OWN: dict[str, dict[str, Any]] = {
     "SGD": {},
     "SGD momentum": {"momentum": 0.9, "nesterov": True},
@@ -56,19 +58,16 @@ def another(optimizer: Optimizer, ours: list[nn.Parameter], step: int) -> None:
     optimizer.step()
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    return torch.equal(one, other)
-
-
 @pytest.mark.parametrize("kind", OWN)
 def test_what_an_optimizer_keeps_fits_it_whole(kind: str) -> None:
     optimizer, _ = updated(kind.split()[0], **OWN[kind])
     saved = deepcopy(optimizer.state_dict())
     fitted = compatible_state(optimizer, saved)
     assert fitted["param_groups"] == saved["param_groups"]
-    assert same(fitted["state"], {key: state for key, state in saved["state"].items() if state})
+    assert fitted["state"].keys() == {key for key, state in saved["state"].items() if state}
+    for key, state in fitted["state"].items():
+        assert state.keys() == saved["state"][key].keys()
+        assert_same(state, {name: saved["state"][key][name] for name in state})
     check_optimizer_state(optimizer)
 
 
@@ -172,10 +171,7 @@ def stepped(momentum: float, fused: bool, state: dict[str, Any] | None) -> Optim
     if state is not None:
         update.load(state)
     for _ in range(3):
-        update.begin()
-        loss = net(torch.ones(4, 3)).square().mean()
-        loss.backward()
-        update.apply(*update.measure(loss.detach()))
+        take_step(update, lambda: net(torch.ones(4, 3)).square().mean())
     return update
 
 
@@ -196,4 +192,4 @@ def test_averages_of_another_shape_are_refused_before_anything_is_loaded() -> No
     state["average"] = [torch.zeros(1) for _ in state["average"]]
     with pytest.raises(ValueError, match="an average must have its weight's shape"):
         update.load(state)
-    assert same(update.optimizer.state_dict()["state"], before)
+    assert_same(update.optimizer.state_dict()["state"], before)

@@ -91,10 +91,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 def take_steps(net: nn.Module, update: OptimizerStep, data: Any, count: int = 3) -> None:
     for _ in range(count):
         x, y = next(data)
-        update.begin()
-        loss = (net(x) - y).square().mean()
-        loss.backward()
-        update.apply(*update.measure(loss.detach()))
+        steps.take_step(update, lambda x=x, y=y: (net(x) - y).square().mean())
 
 
 def resume(
@@ -214,8 +211,7 @@ def test_a_state_that_has_no_names_needs_the_same_order_and_the_error_has_the_fi
     update = make(net, None, **how)
     take_steps(net, update, data)
     loaded = resume(update, net, FIRST, **how)[1]
-    for ours, theirs in zip(steps.flat(update.state()), steps.flat(loaded.state()), strict=True):
-        assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
+    steps.assert_same(update.state(), loaded.state())
     with pytest.raises(ValueError, match=r"parameter 0 .* was stem\.weight, and is now b\.weight"):
         resume(update, net, SECOND, **how)
 
@@ -232,15 +228,15 @@ def test_a_weight_that_was_not_trained_is_named() -> None:
         make(frozen).load(whole.state())
 
 
-RUN = ["data=cancer", "model._target_=ordered_models.Net", "security.trusted=[ordered_models]",
+RUN = ["data=cancer", "model._target_=my_training.OrderedNet", "security.trusted=[my_training]",
        "optimization=none", "schedule=constant", "optimizer.ema=0.9", "training.steps=12",
        "device.threads=1", "training.validate_every=6", "optimizer.lr=0.02"]  # fmt: skip
 
 
+@pytest.mark.usefixtures("importable")
 def test_a_run_evaluates_and_resumes_alike_when_its_constructor_makes_layers_in_another_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     ends = []
     for folder, order, resume in (
         ("whole", "ab", "none"), ("same", "ab", "whole"), ("other", "ba", "whole"),
@@ -258,10 +254,8 @@ def test_a_run_evaluates_and_resumes_alike_when_its_constructor_makes_layers_in_
     assert other == pytest.approx(whole, abs=1e-4)
 
 
-def test_a_capture_reopens_by_name_with_layers_in_another_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+@pytest.mark.usefixtures("importable")
+def test_a_capture_reopens_by_name_with_layers_in_another_order(tmp_path: Path) -> None:
     hook = Taker([5], (5, 6, 7, 8, 9, 10))
     with build(compose([*RUN, "+model.order=ab"]), tmp_path) as run:
         run.hooks.append(hook)
@@ -272,7 +266,7 @@ def test_a_capture_reopens_by_name_with_layers_in_another_order(
     assert capture.update is not None
     saved = zip(capture.update["names"], capture.update["average"], strict=True)
     averages = {names[0]: average for names, average in saved}
-    with reopen_run(capture, trusted=["ordered_models"]) as (reopened, batch):
+    with reopen_run(capture, trusted=["my_training"]) as (reopened, batch):
         assert reopened.update.names != capture.update["names"]
         for (name,), average in zip(reopened.update.names, reopened.update.average, strict=True):
             assert torch.equal(average, averages[name])

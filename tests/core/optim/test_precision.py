@@ -21,6 +21,8 @@ from runner.core.techniques.fused_optimizer import fastest_implementation
 from runner.core.train.step import make_step
 from tests import runs
 
+from .steps import take_step
+
 AMP = ["amp.enabled=true", "amp.dtype=bf16", "amp.min_mflop=0", "fused_optimizer.enabled=true"]
 SGD = [
     *["optimizer.name=SGD", "optimizer.lr=1.0", "optimizer.weight_decay=0", "schedule=constant"],
@@ -187,10 +189,7 @@ def test_fused_updates_of_float64_weights_are_clipped_in_float64(
     plain = cls(theirs.parameters(), lr=0.05, **options, foreach=False)
     x, y = wide_batch(mixed)
     for _ in range(3):
-        update.begin()
-        loss = nn.functional.cross_entropy(ours(x), y)
-        (loss * 8).backward()
-        update.apply(*update.measure(loss.detach()))
+        take_step(update, lambda: nn.functional.cross_entropy(ours(x), y))
         plain.zero_grad()
         nn.functional.cross_entropy(theirs(x), y).backward()
         if config.clip_value is not None:

@@ -9,14 +9,14 @@ from runner.core.optim.schedule import lr_factors
 from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
 
 
-def torch_rates(make: object, updates: int, peak: float = 1.0) -> list[float]:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+def torch_rates(make: object, updates: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make(optimizer)  # type: ignore[operator]
-    rates = []
-    for _ in range(updates):
-        rates.append(optimizer.param_groups[0]["lr"])
+    rates = [optimizer.param_groups[0]["lr"]]
+    for _ in range(updates - 1):
         optimizer.step()
         scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
     return rates
 
 
@@ -34,13 +34,8 @@ def test_cosine_equals_torchs_annealing() -> None:
 def test_onecycle_equals_torchs(updates: int, warmup: float) -> None:
     share = (warmup / updates if warmup >= 1 else warmup) or 0.3
     ours = lr_factors(ScheduleConfig(ScheduleKind.onecycle, warmup=warmup), updates)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, updates, pct_start=share)
-    theirs = [optimizer.param_groups[0]["lr"]]
-    for _ in range(updates - 1):
-        optimizer.step()
-        scheduler.step()
-        theirs.append(optimizer.param_groups[0]["lr"])
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR
+    theirs = torch_rates(lambda o: one_cycle(o, 1.0, updates, pct_start=share), updates)
     assert ours == pytest.approx(theirs, abs=1e-12)
 
 

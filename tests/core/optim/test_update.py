@@ -21,7 +21,7 @@ from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.security.registry import resolve
 
-from .steps import assert_same, batches, make, model, step
+from .steps import assert_same, batches, make, model, step, take_step
 
 OPTIMIZERS = [
     ("AdamW", {}, {"fused": True}),
@@ -231,10 +231,7 @@ def test_a_parameter_without_gradients_at_times_updates_as_torch_does_also_after
             state = copy.deepcopy(update.state())
             update = make(ours, how={"fused": True}, stability=StabilityConfig(clip_norm=None))
             update.load(state)
-        update.begin()
-        loss = sometimes(ours, batch, number)
-        loss.backward()
-        update.apply(*update.measure(loss.detach()))
+        take_step(update, lambda batch=batch, n=number: sometimes(ours, batch, n))
         reference.zero_grad()
         sometimes(theirs, batch, number).backward()
         for group in reference.param_groups:

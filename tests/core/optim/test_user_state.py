@@ -20,20 +20,16 @@ from runner.core.train.run_state import save
 from runner.core.train.step import make_step, record_step
 from tests import runs
 
-from . import my_optimizers
+from . import my_training
 from .steps import assert_same
 
 OPTIONS = (
     *("optimization=none", "device.threads=1", "training.steps=12", "training.validate_every=6"),
-    *("security.trusted=[my_optimizers]", "schedule=constant", "optimizer.lr=0.5"),
+    *("security.trusted=[my_training]", "schedule=constant", "optimizer.lr=0.5"),
 )
-ADAPTED = (*OPTIONS, "optimizer._target_=my_optimizers.Adapted", "optimizer.weight_decay=0")
-RATES = (*OPTIONS, "optimizer._target_=my_optimizers.TwoRates")
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+ADAPTED = (*OPTIONS, "optimizer._target_=my_training.Adapted", "optimizer.weight_decay=0")
+RATES = (*OPTIONS, "optimizer._target_=my_training.TwoRates")
+pytestmark = pytest.mark.usefixtures("importable")
 
 
 def end_of(folder: Path, *overrides: str) -> tuple[Any, Any]:
@@ -96,7 +92,7 @@ def test_rates_of_optimizer_groups_are_refused_for_a_class_that_makes_its_own_gr
         build(runs.config(*RATES, groups))
 
 
-AVERAGED = (*OPTIONS, "optimizer._target_=my_optimizers.Averaged", "optimizer.lr=0.05")
+AVERAGED = (*OPTIONS, "optimizer._target_=my_training.Averaged", "optimizer.lr=0.05")
 
 
 def test_an_optimizers_evaluation_mode_is_on_in_validation_and_checkpoints_alone(
@@ -132,12 +128,12 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name_before_the_first_s
     name: str,
 ) -> None:
     with pytest.raises(ConfigError, match=rf"optimizer\._target_: {name}.* runs the model several"):
-        build(runs.config(*OPTIONS, f"optimizer._target_=my_optimizers.{name}"))
+        build(runs.config(*OPTIONS, f"optimizer._target_=my_training.{name}"))
 
 
 def test_train_step_refuses_an_optimizer_that_needs_a_closure() -> None:
     net = nn.Linear(2, 2)
-    optimizer = my_optimizers.TwoStepSAM(net.parameters())
+    optimizer = my_training.TwoStepSAM(net.parameters())
     batch = (torch.randn(3, 2), torch.randn(3, 2))
     with pytest.raises(UsageError, match="TwoStepSAM runs the model several times a step"):
         runner.train_step(net, optimizer, batch, nn.functional.mse_loss)
@@ -154,11 +150,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize(
     ("name", "decay", "problem"),
     [
-        (
-            "SparseAdam",
-            0.0,
-            "those of out.weight are dense; use SGD or Adagrad with",
-        ),
+        ("SparseAdam", 0.0, "those of out.weight are dense; use SGD or Adagrad with"),
         ("AdamW", 0.0, "not take sparse gradients, as those of rows.weight; use SGD or Adagrad"),
         ("SGD", 0.1, "SGD has no weight decay for sparse gradients"),
         ("Adagrad", 0.1, "Adagrad has no weight decay for sparse gradients"),

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -21,9 +23,18 @@ print(other.pid, flush=True)
 """
 
 
-def started(code: str) -> ChildProcess:
+@contextmanager
+def started(code: str) -> Iterator[ChildProcess]:
+    """A process, which is ended."""
     command = [sys.executable, "-c", code]
-    return ChildProcess(subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True))
+    process = ChildProcess(
+        subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    )
+    try:
+        yield process
+    finally:
+        process.end()
+        process.handle.stdout.close()
 
 
 def wait_until_gone(pid: int) -> bool:
@@ -37,27 +48,22 @@ def wait_until_gone(pid: int) -> bool:
 
 def test_the_end_of_a_process_is_that_of_all_its_descendants() -> None:
     then = "import time; time.sleep(600)"
-    process = started(STARTS_ANOTHER.format(how="start_new_session=True", then=then))
-    other = int(process.handle.stdout.readline())
-    assert process.poll() is None and process.wait(0.01) is None
-    process.end()
+    with started(STARTS_ANOTHER.format(how="start_new_session=True", then=then)) as process:
+        other = int(process.handle.stdout.readline())
+        assert process.poll() is None and process.wait(0.01) is None
     assert process.exit_code == -signal.SIGKILL
     assert wait_until_gone(other)
-    process.handle.stdout.close()
 
 
 def test_what_a_process_leaves_behind_ends_with_its_group() -> None:
-    process = started(STARTS_ANOTHER.format(how="", then=""))
-    other = int(process.handle.stdout.readline())
-    assert process.wait(60) == 0 and psutil.pid_exists(other)
-    process.end()
+    with started(STARTS_ANOTHER.format(how="", then="")) as process:
+        other = int(process.handle.stdout.readline())
+        assert process.wait(60) == 0 and psutil.pid_exists(other)
     assert wait_until_gone(other)
-    process.handle.stdout.close()
 
 
 def test_a_process_that_is_stopped_is_told_from_one_that_runs() -> None:
-    process = started("import time; time.sleep(600)")
-    try:
+    with started("import time; time.sleep(600)") as process:
         process.poll()
         assert process.stopped_s == 0
         process.send_signal(signal.SIGSTOP)
@@ -69,9 +75,6 @@ def test_a_process_that_is_stopped_is_told_from_one_that_runs() -> None:
         while process.stopped_s:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-    finally:
-        process.end()
-        process.handle.stdout.close()
 
 
 @pytest.mark.parametrize(
@@ -84,8 +87,6 @@ def test_a_process_that_is_stopped_is_told_from_one_that_runs() -> None:
 def test_how_a_process_ended_is_told_by_its_exit_code(
     code: str, end: int, status: str, text: str
 ) -> None:
-    process = started(code)
-    assert process.wait(60) == end
-    assert process.describe_end() == (status, text) and describe_exit(end) == text
-    process.end()
-    process.handle.stdout.close()
+    with started(code) as process:
+        assert process.wait(60) == end
+        assert process.describe_end() == (status, text) and describe_exit(end) == text

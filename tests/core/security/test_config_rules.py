@@ -35,6 +35,7 @@ GROWING = "".join(
 TREES = "".join(
     f"    b{i}:\n" + f"      - ${{optimizer.options.b{i - 1}}}\n" * 12 for i in range(1, 9)
 )
+BASE_60 = ("1:1:1", "1:20:30.5", "-1:30", "[2, 10:30]")
 BOMBS = {
     "references to text": f"optimizer:\n  options:\n    a0: {'x' * 40}\n{GROWING}",
     "references to lists": f"optimizer:\n  options:\n    b0: [1, 2]\n{TREES}",
@@ -74,6 +75,7 @@ ORDINARY_FILES: dict[str, tuple[str, list[str]]] = {
     "places": ("hydra: {run: {dir: 'outputs/own/${name}'}, output_subdir: saved}", []),
     "a sweep": ("hydra: {sweep: {dir: outputs/s, subdir: 'j${hydra.job.num}'}, "
                 "sweeper: {params: {seed: '0,1'}}}", ["-m"]),
+    "colons in no number": ("name: 'a-1'\ntraining: {steps: 2}  # 1:1:1", []),
     "arms": ("defaults: [{override /job: benchmark}]\nbenchmark: {arms: [none, basic]}", []),
 }  # fmt: skip
 
@@ -172,21 +174,12 @@ def test_values_of_hydra_are_there_where_a_config_is_checked_and_composed() -> N
         ("# @package _global_\n5\n", "own.yaml: is not a mapping"),
         ("# @package _global_\nname: a\nname: b\n", "own.yaml: .*duplicate key name at line 3"),
         ("name: !!python/object/apply:os.mkdir [ran]\n", "could not determine a constructor"),
+        *((f"x: {n}\n", r"own\.yaml:\d+.* base 60; quote it") for n in BASE_60),
     ],
 )
 def test_a_file_that_hydra_cannot_read_is_a_plain_mistake(text: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         ask(CHOSEN, {"theirs/experiment/own.yaml": text})
-
-
-@pytest.mark.parametrize("value", ["1:1:1", "1:20:30.5", "-1:30", "[2, 10:30]"])
-def test_a_number_in_base_60_is_a_plain_mistake_and_a_quoted_one_a_text(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"own\.yaml:\d+.* base 60; quote it"):
-        ask_file(f"x: {value}")
-
-
-def test_texts_with_colons_are_no_numbers_in_base_60() -> None:
-    ask_file("name: 'a-1'\ntraining: {steps: 2}  # 1:1:1")
 
 
 def test_a_config_that_is_composed_later_is_checked_too(folder: Path) -> None:

@@ -97,13 +97,7 @@ def test_an_honest_file_loads_as_it_was_saved(name: str, sandbox: Sandbox, tmp_p
     assert not [r.code for r in opened.assessment.reasons if r.severity is not Severity.NOTE]
 
 
-BOMBS = [  # one that uses up its time is slow
-    pytest.param(one, id=one.name, marks=[pytest.mark.slow] * (one.name == "hashed_tree"))
-    for one in hostile.bombs()
-]
-
-
-@pytest.mark.parametrize("sample", BOMBS)
+@pytest.mark.parametrize("sample", hostile.bombs(), ids=lambda sample: sample.name)
 def test_a_bomb_is_refused_within_the_limits_of_the_sandbox(
     sample: Sample, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,25 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from runner import build, compose, train
+from runner import train
 from runner.core.checkpoint.folder import step_name
 from runner.core.device import memory
 from runner.core.errors import ConfigError
 from runner.core.hooks import limits as hook
 from runner.core.hooks.limits import folder_bytes
-from runner.core.interfaces.hook import Hook, Step
-from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
+from tests import runs
 
-QUICK = """
-    data=cancer training.steps=300 monitoring=quiet device=cpu optimization=none
-    debug.capture.enabled=false
-    """.split()
+QUICK = "data=cancer training.steps=300 monitoring=quiet optimization=none".split()
+QUICK.append("debug.capture.enabled=false")
 LONG = [*QUICK, "training.steps=1000000", "training.validate_every=1000000"]
 
 
 def stopped(folder: Path, *limits: str) -> Summary:
-    with build(compose([*LONG, *limits]), folder) as run:
+    with runs.opened(*LONG, *limits, folder=folder) as run:
         summary = train(run)
         assert run.saved_step == summary.steps < 1_000_000
     assert summary.status == Summary.read(folder).status == "stopped"
@@ -41,36 +38,28 @@ def test_time_that_is_up_ends_the_run_with_a_checkpoint_and_says_how_to_go_on(
     assert "security.limits.hours" in summary.reason
     assert summary.faults == {"limit_hours": 1}
     more = [*QUICK, f"training.steps={summary.steps + 5}", f"checkpoint.resume={tmp_path}"]
-    with build(compose(more), tmp_path) as run:
-        assert train(run).status == "done"
-
-
-class Greedy(Hook):
-    """Holds 300 MB from the second step on."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == 2:
-            self.held = b"x" * 300_000_000
+    assert runs.trained(*more, folder=tmp_path).status == "done"
 
 
 def test_memory_beyond_the_limit_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hook, "CHECK_S", 0.0)
-    limit = memory.process_bytes() / 1e6 + 150
-    with build(compose([*LONG, f"security.limits.memory_mb={limit:.0f}"]), tmp_path) as run:
-        run.hooks.append(Greedy())
+    limit, held = memory.process_bytes() / 1e6 + 150, list[bytes]()
+    more = [*LONG, f"security.limits.memory_mb={limit:.0f}"]
+    with runs.opened(*more, folder=tmp_path) as run:
+        run.hooks.append(runs.AtSteps(2, lambda run: held.append(b"x" * 300_000_000)))
         summary = train(run)
     assert summary.status == "stopped"
-    assert "security.limits.memory_mb" in summary.reason
-    assert "MB of" in summary.reason
+    assert "security.limits.memory_mb" in summary.reason and "MB of" in summary.reason
 
 
 def test_memory_that_is_held_before_the_first_step_is_a_mistake_in_the_limit(
     tmp_path: Path,
 ) -> None:
     held = memory.process_bytes() / 1e6
-    with build(compose([*LONG, f"security.limits.memory_mb={held / 2:.0f}"]), tmp_path) as run:
+    more = [*LONG, f"security.limits.memory_mb={held / 2:.0f}"]
+    with runs.opened(*more, folder=tmp_path) as run:
         with pytest.raises(ConfigError, match="memory_mb: .* before the first step"):
             train(run)
         assert run.progress.step == 0
@@ -95,19 +84,15 @@ def test_a_folder_that_is_resumed_counts_from_where_it_was(
     monkeypatch.setattr(hook, "SCAN_S", 0.0)
     (tmp_path / "earlier.bin").write_bytes(bytes(5_000_000))
     short = [*QUICK, "training.steps=20", "security.limits.disk_mb=5"]
-    with build(compose(short), tmp_path) as run:
-        assert train(run).status == "done"
+    assert runs.trained(*short, folder=tmp_path).status == "done"
 
 
 def test_limits_that_are_not_reached_change_no_number(tmp_path: Path) -> None:
     wide = [f"security.limits.{name}=1e6" for name in ("memory_mb", "disk_mb", "hours")]
-    losses = []
-    for extra in ([], [*wide, "security.limits.device_memory_mb=1e6"]):
-        with build(compose([*QUICK, "training.steps=40", *extra])) as run:
-            summary = train(run)
-            losses.append(summary.metrics)
-            assert (summary.status, summary.faults) == ("done", {})
-    assert losses[0] == losses[1]
+    wide.append("security.limits.device_memory_mb=1e6")
+    one, other = (runs.trained(*QUICK, "training.steps=40", *more) for more in ([], wide))
+    assert one.metrics == other.metrics
+    assert (other.status, other.faults) == ("done", {})
 
 
 def test_a_hard_link_is_counted_once_and_a_link_out_of_the_folder_not_at_all(
@@ -128,9 +113,9 @@ def test_the_accelerator_s_allocator_is_told_its_limit(tmp_path: Path) -> None:
     import torch
 
     limit = torch.cuda.memory_reserved() / 1e6 + 500
-    config = compose([*QUICK, "device=cuda", f"security.limits.device_memory_mb={limit}"])
+    more = [*QUICK, "device=cuda", f"security.limits.device_memory_mb={limit}"]
     before = torch.cuda.get_per_process_memory_fraction()
-    with build(config, tmp_path) as run:
+    with runs.opened(*more, folder=tmp_path) as run:
         watch = next(h for h in run.hooks if isinstance(h, hook.Limits))
         with watch.session(run), pytest.raises(torch.cuda.OutOfMemoryError):
             torch.empty(1 << 30, dtype=torch.uint8, device="cuda")

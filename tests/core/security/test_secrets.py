@@ -489,14 +489,8 @@ def test_an_answer_of_the_sandbox_is_masked_and_its_question_has_no_secret(
 
     def answer(_: Sandbox, request: Any, seconds: float) -> Any:
         asked.append(request)
-        reason = [
-            "x.y",
-            int(Severity.REFUSAL),
-            "canary-4b1d.npy",
-            "x" * 390 + " canary-4b1d.npy",
-            "",
-        ]
-        return {"format": "npy", "reasons": [reason]}
+        where, evidence = "canary-4b1d.npy", "x" * 390 + " canary-4b1d.npy"
+        return {"format": "npy", "reasons": [["x.y", int(Severity.REFUSAL), where, evidence, ""]]}
 
     monkeypatch.setattr(Sandbox, "_start", lambda _: None)
     monkeypatch.setattr(Sandbox, "_send_request", answer)

@@ -169,32 +169,23 @@ def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
         restrict_run_folder(folder, SecurityLevel.strict)
 
 
-TEXT_KEYS = {  # all others that hold text: names, choices, and places that are only read
-    *("name", "data.kind", "data._target_", "data.arguments", "data.sampler", "data.parts"),
-    *("data.path", "data.validation_path", "data.test_path", "data.encoding", "data.separator"),
-    *("data.target", "data.task", "data.ignore", "data.split_by", "data.types", "data.decimal"),
-    *("data.date_formats", "data.thousands", "data.text", "data.tokenizer", "data.dtype"),
-    *(
-        "data.inputs",
-        "data.validation_target",
-        "model.kind",
-        "model._target_",
-        "model.arguments",
-        "model.weights",
-    ),
-    *("model.weights_except", "model.path", "objective.kind", "objective._target_"),
-    *("objective.arguments", "objective.loss", "objective.class_weights", "objective.metrics"),
-    *("optimizer.name", "optimizer.options", "optimizer._target_", "optimizer.freeze"),
-    *("optimizer.groups", "training.monitor", "optimization.level", "optimization.extra"),
-    *("optimization.auto.without", "debug.gradcheck.skip", "debug.hooks", "security.trusted"),
-    *("security.environment", "security.allow_pickle", "security.pinned", "checkpoint.resume"),
-    *("monitoring.log_level", "replay.path", "scan.path", "benchmark.arms"),
-    *("benchmark.reference", "benchmark.baseline", "sweep.resume", "search.metric"),
-    *("distributed.kind", "device.index", "predict.prompt"),
-    *("hydra.launcher._target_", "hydra.sweeper._target_"),
-    *("hydra.sweeper.params", "hydra.sweeper.direction", "hydra.sweeper.n_trials"),
-    *("hydra.sweeper.max_batch_size", "hydra.job.chdir"),
-}
+TEXT_KEYS = set(  # all others that hold text: names, choices, and places that are only read
+    """
+    name data.kind data._target_ data.arguments data.sampler data.parts data.path
+    data.validation_path data.test_path data.encoding data.separator data.target data.task
+    data.ignore data.split_by data.types data.decimal data.date_formats data.thousands data.text
+    data.tokenizer data.dtype data.inputs data.validation_target model.kind model._target_
+    model.arguments model.weights model.weights_except model.path objective.kind objective._target_
+    objective.arguments objective.loss objective.class_weights objective.metrics optimizer.name
+    optimizer.options optimizer._target_ optimizer.freeze optimizer.groups training.monitor
+    optimization.level optimization.extra optimization.auto.without debug.gradcheck.skip debug.hooks
+    security.trusted security.environment security.allow_pickle security.pinned checkpoint.resume
+    monitoring.log_level replay.path scan.path benchmark.arms benchmark.reference benchmark.baseline
+    sweep.resume search.metric distributed.kind device.index predict.prompt hydra.launcher._target_
+    hydra.sweeper._target_ hydra.sweeper.params hydra.sweeper.direction hydra.sweeper.n_trials
+    hydra.sweeper.max_batch_size hydra.job.chdir
+    """.split()
+)
 
 
 def text_keys(schema: type, prefix: str) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ BF16 = [
     *["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"],
     "optimization.amp.min_mflop=0",
 ]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ here")
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +81,7 @@ def test_plain_is_torchs_attention_and_so_are_its_gradients(kind: str) -> None:
     )
 
 
-@needs_compiler
+@runs.needs_compiler
 @pytest.mark.slow
 def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
     leaves = [torch.randn(2, 4, 32, 16) for _ in range(3)]
@@ -101,7 +99,7 @@ def test_the_compiler_does_not_turn_plain_back_into_a_fused_kernel() -> None:
     assert not compiled(attention.plain_attention)
 
 
-@needs_compiler
+@runs.needs_compiler
 @pytest.mark.slow
 def test_what_was_compiled_for_one_kernel_is_not_taken_from_the_cache_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -241,7 +239,7 @@ class OnlyOfFew(WrittenByHand):
 ULTRA = ["optimization=ultra", "optimization.measure=false"]
 LEVELS = [
     pytest.param(["optimization=none", ON], id="eager"),
-    pytest.param(ULTRA, id="ultra", marks=[needs_compiler, pytest.mark.slow]),
+    pytest.param(ULTRA, id="ultra", marks=[runs.needs_compiler, pytest.mark.slow]),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,6 @@ CHUNKED = [
     "optimization.chunked_loss.chunk=48",
 ]
 GPT = ["model=gpt", "model.width=16", "model.heads=2", "model.depth=1"]
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++ here")
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +102,7 @@ class Warmed(Embedded):
         return logits / 2 if self.head.training else logits
 
 
-@needs_compiler
+@runs.needs_compiler
 # the tracer makes an instance of torch.autograd.Function and warns of it (torch 2.13)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_it_compiles_into_one_graph_with_its_gradients() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,9 +22,6 @@ from runner.core.techniques import compiler, cost
 from tests import runs
 from tests.core.techniques.test_evidence import Blocks
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs g++ here"
-)
 TABLE = [
     *["training.steps=4", "data=synthetic", "data.form=tabular", "data.features=16"],
     *["training.batch_size=32", "data.samples=256", "checks=off"],
@@ -34,7 +30,7 @@ TINY = [*TABLE, "model.width=16", "model.depth=1"]
 COMPILE = "optimization=compile"
 
 
-@needs_compiler
+@runs.needs_compiler
 @pytest.mark.usefixtures("my_package")
 def test_a_graph_break_is_reported_with_its_line() -> None:
     own = [*TABLE, COMPILE, "model._target_=my_package.Branching", *runs.OURS]
@@ -76,7 +72,7 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
 
 
 @pytest.mark.slow
-@needs_compiler
+@runs.needs_compiler
 def test_where_the_compiler_fails_the_run_continues_without_it_and_gives_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +92,7 @@ def test_where_the_compiler_fails_the_run_continues_without_it_and_gives_the_rea
         assert "CppCompileError" in status.reason or "C++ compile" in status.reason
 
 
-@needs_compiler
+@runs.needs_compiler
 def test_the_second_run_uses_what_the_first_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +124,7 @@ def test_a_short_run_stays_eager_by_its_counted_operations() -> None:
     assert "run too short" in stays.reason
 
 
-@needs_compiler
+@runs.needs_compiler
 def test_regional_compile_takes_the_blocks_and_validation_stays_eager() -> None:
     regional = [*TABLE, COMPILE, "optimization.compile.regional=true"]
     blocks = Blocks()
@@ -142,7 +138,7 @@ def test_regional_compile_takes_the_blocks_and_validation_stays_eager() -> None:
     assert compiled.evidence["recompiles"] == 0  # neither for evaluation nor for each block
 
 
-@needs_compiler
+@runs.needs_compiler
 def test_a_token_that_is_not_in_the_vocabulary_is_an_error_and_not_the_end_of_the_process() -> None:
     text = ["data=stdlib_text", "model=gpt", "model.width=16", "model.depth=1", "data.sequence=16"]
     with runs.opened(*text, COMPILE) as run:

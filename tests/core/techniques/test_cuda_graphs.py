@@ -260,22 +260,14 @@ def test_an_eager_step_out_of_memory_gives_up_the_whole_step_for_full_batches() 
         run.train.close()
 
 
+SMALL = "optimization=none training.batch_size=8 checks=off training.steps=4".split()
+HEADS = ["model.width=16", "model.depth=1", "model.heads=2"]
+TOKENS = ["data=synthetic", *"data.form=tokens data.sequence=8 data.vocab=32".split()]
 MODELS = {
     "mlp": [*TABLE, "optimizer.ema=0.9"],
-    "cnn": [
-        *["optimization=none", "data=digits", "model=cnn", "model.width=4", "model.stages=1"],
-        *["model.blocks=1", "training.batch_size=8", "checks=off", "training.steps=4"],
-    ],
-    "gpt": [
-        *["optimization=none", "data=synthetic", "data.form=tokens", "data.sequence=8"],
-        *["data.vocab=32", "data.samples=64", "model=gpt", "model.width=16", "model.depth=1"],
-        *["model.heads=2", "training.batch_size=8", "checks=off", "training.steps=4"],
-    ],
-    "classifier": [
-        *["optimization=none", "data=stdlib_parts", "model=classifier", "model.width=16"],
-        *["model.depth=1", "model.heads=2", "training.batch_size=8", "checks=off"],
-        "training.steps=4",
-    ],
+    "cnn": [*SMALL, *"data=digits model=cnn model.width=4 model.stages=1 model.blocks=1".split()],
+    "gpt": [*SMALL, *TOKENS, "data.samples=64", "model=gpt", *HEADS],
+    "classifier": [*SMALL, "data=stdlib_parts", "model=classifier", *HEADS],
 }
 SLOW_MODELS = [
     "mlp" if name == "mlp" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -40,7 +39,6 @@ QUICK = [
 ]
 TABLE = ["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=400"]
 IMAGES = ["data=synthetic", "data.form=images", "data.samples=200", "data.channels=3"]
-COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
 
 
 def on(name: str, *knobs: str) -> list[str]:
@@ -206,7 +204,7 @@ class Heavy(nn.Module):
         return self.head(fourth(third(self.products(second(first(x))))))
 
 
-@COMPILES
+@runs.needs_compiler
 @pytest.mark.parametrize("functional", [True, False], ids=["function", "layer"])
 def test_compile_is_not_engaged_where_the_heavy_work_runs_uncompiled(functional: bool) -> None:
     compiled = trained("compile", *TABLE, *on("compile"), model=Heavy(functional))
@@ -216,7 +214,7 @@ def test_compile_is_not_engaged_where_the_heavy_work_runs_uncompiled(functional:
     assert float(compiled.evidence["work"].rstrip("%")) < 10
 
 
-@COMPILES
+@runs.needs_compiler
 def test_compile_is_engaged_by_the_share_of_layers_in_compiled_graphs() -> None:
     model = Blocks(block=Uncompiled)  # of which the compiler is kept out
     compiled = trained("compile", *TABLE, *on("compile"), model=model)
@@ -226,7 +224,7 @@ def test_compile_is_engaged_by_the_share_of_layers_in_compiled_graphs() -> None:
     assert compiled.reason == "1 of 4 layers in compiled graphs"
 
 
-@COMPILES
+@runs.needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(("samples", "made"), [(70, 3), (40, 2)])
 def test_the_whole_step_is_engaged_by_the_share_of_steps_in_one_graph(

@@ -69,10 +69,19 @@ def test_a_damaged_file_counts_as_nothing_measured(text: str) -> None:
     gains = MeasuredGains(lambda: "facts")
     gains.path.parent.mkdir(parents=True)
     gains.path.write_text(text)
-    assert gains.gain("amp") is None
-    assert gains.compile_seconds() is None
+    assert gains.gain("amp") is gains.compile_seconds() is None
     gains.store("amp", [1.0, 2.0, True])
     assert gains.gain("amp") == (1.0, 2.0, True)
+
+
+def test_without_a_home_folder_nothing_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in passwd."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    gains = MeasuredGains(lambda: "facts")
+    gains.fix_path()
+    gains.store("amp", [1.0, 2.0, True])
+    assert gains.gain("amp") is gains.compile_seconds() is None
 
 
 def test_other_facts_have_another_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.record.summary import Summary
 from tests import runs
 
-COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiling needs g++")
 STEPS = "training.steps=6"
 TEXT = ["data.sequence=32", "training.batch_size=4", "security.trusted=[transformers]"]
 GPT2 = [
@@ -52,7 +50,7 @@ def requested(summary: Summary) -> dict[str, TechniqueStatus]:
     "level",
     [
         *("memory_efficient", "advanced"),
-        *[pytest.param(level, marks=COMPILES) for level in ("compile", "ultra", "full")],
+        *[pytest.param(level, marks=runs.needs_compiler) for level in ("compile", "ultra", "full")],
     ],
 )
 @pytest.mark.parametrize("model", [GPT2, BERT], ids=["gpt2", "bert"])
@@ -67,7 +65,7 @@ def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: 
         assert row.engaged and row.evidence["ran"] == {"bmm": 12}, (row.reason, row.evidence)
 
 
-@COMPILES
+@runs.needs_compiler
 @pytest.mark.parametrize(
     "model", ["Breaking", pytest.param("Mapped", marks=pytest.mark.slow), "Complex"]
 )

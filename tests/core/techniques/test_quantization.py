@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import platform
-import subprocess
-import sys
 import time
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
@@ -18,7 +14,6 @@ from torch import Tensor, nn
 
 from runner import train
 from runner.core.execution.evaluation import copy_standalone_model, evaluate
-from runner.core.interfaces.run import Run
 from runner.core.schemas.optimization import Quantization
 from runner.core.techniques import quantization
 from runner.core.techniques.quantization import (
@@ -32,10 +27,6 @@ from runner.core.techniques.quantization import (
 from tests import runs
 
 QUICK = ["training.steps=40", "optimization=none", "optimization.quantization.enabled=true"]
-
-
-def built(*overrides: str) -> AbstractContextManager[Run]:
-    return runs.opened(*QUICK, *overrides)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +56,7 @@ def test_an_int8_copy_that_is_slower_at_this_width_is_not_engaged(
         return int8_forward(self, x)
 
     monkeypatch.setattr(Int8Linear, "forward", slow)
-    with built("training.steps=2", f"optimization.quantization.mode={mode}") as run:
+    with runs.opened(*QUICK, "training.steps=2", f"optimization.quantization.mode={mode}") as run:
         run.settings = {**run.settings, "evaluate.export": export}
         float_forward = run.forward
         run.forward = lambda *x: (time.sleep(0.02 if not seconds else 0.001), float_forward(*x))[1]
@@ -116,11 +107,7 @@ y = layer(torch.ones(4, 64))
 assert levels == 64 or (levels == INT8_LEVELS and not vnni), levels
 assert torch.allclose(y, torch.full((4, 8), 64.0), rtol=1e-3), y
 """
-    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    made = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stderr
+    runs.printed_by(code, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
@@ -165,9 +152,8 @@ def test_what_shares_its_weights_or_does_more_than_a_product_stays_float() -> No
 
 @pytest.mark.parametrize("mode", ["dynamic", "weight_only"])
 def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(mode: str) -> None:
-    with built(
-        "optimizer.ema=0.99", "optimizer.ema_warmup=false", f"optimization.quantization.mode={mode}"
-    ) as run:
+    averaged = ["optimizer.ema=0.99", "optimizer.ema_warmup=false"]
+    with runs.opened(*QUICK, *averaged, f"optimization.quantization.mode={mode}") as run:
         summary = train(run)
         state = run.model.state_dict()
         assert run.quantized is not None
@@ -196,7 +182,7 @@ def test_the_copy_is_int8_smaller_and_as_good_and_the_run_keeps_its_float_model(
 
 
 def test_a_model_that_loses_more_than_max_drop_is_not_worth_it() -> None:
-    with built() as run:
+    with runs.opened(*QUICK) as run:
         train(run)
         with torch.no_grad():  # of a corner that is white in every image: float is as it was
             run.model.get_submodule("layers.0").weight[:, 0] = 1e6
@@ -210,7 +196,7 @@ def test_a_model_that_loses_more_than_max_drop_is_not_worth_it() -> None:
 
 
 def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
-    with built() as run:
+    with runs.opened(*QUICK) as run:
         inputs = next(run.validation.batches(0))[0]
         layers = run.model.get_submodule("layers")
         plain = layers.forward
@@ -233,10 +219,10 @@ def test_a_copy_that_stands_alone_calls_none_of_the_originals_layers() -> None:
 
 def test_a_model_without_a_large_linear_layer_gets_the_reason() -> None:
     small = ["model=cnn", "model.width=8"]
-    with built(*small) as run:
+    with runs.opened(*QUICK, *small) as run:
         row = next(row for row in run.unapplied_techniques if row.name == "quantization")
     assert "no linear layer with 64" in row.reason
-    with built(*small, "optimization.quantization.min_features=10") as run:
+    with runs.opened(*QUICK, *small, "optimization.quantization.min_features=10") as run:
         assert [name for name, _ in run.techniques] == ["quantization"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import ExitStack
 from typing import Any
 
@@ -164,7 +163,7 @@ def test_blocks_that_can_run_only_once_are_left_as_they_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
+@runs.needs_compiler
 @pytest.mark.parametrize("what", ["full", "selective"])
 def test_a_compiled_graph_holds_less_and_counts_batchnorm_once(what: str) -> None:
     def trained(*more: str) -> tuple[dict[str, Tensor], TechniqueStatus | None]:

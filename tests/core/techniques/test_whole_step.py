@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from runner import build, compose, train
+from runner import train
 from runner.core.errors import DataError
 from runner.core.interfaces.hook import Hook, Report, Step
 from runner.core.interfaces.run import Run
@@ -19,10 +18,10 @@ from runner.core.techniques import compiler
 from runner.core.train.step import make_step
 from tests import runs
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++")
+pytestmark = runs.needs_compiler
 
 TABLE = [
-    *["device=cpu", "device.threads=2", "monitoring.progress=false", "optimization=none"],
+    *["device.threads=2", "optimization=none"],
     *["data=synthetic", "data.form=tabular", "data.features=16", "data.samples=390"],
     "training.batch_size=32",
 ]
@@ -43,7 +42,7 @@ class Losses(Hook):
 
 def trained(*overrides: str, folder: Path | None = None) -> tuple[Run, Summary, list[float]]:
     losses = Losses()
-    with build(compose(list(overrides)), folder) as run:
+    with runs.opened(*overrides, folder=folder) as run:
         run.hooks.append(losses)
         summary = train(run)
     return run, summary, losses.seen
@@ -61,24 +60,17 @@ def everything(run: Run) -> list[Tensor]:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(
-            ["optimizer.name=AdamW", "optimizer.ema=0.9", "schedule=cosine"],
-            marks=pytest.mark.slow,
-            id="adamw",
-        ),
-        pytest.param(
-            [
-                *["optimizer.name=Adam", "optimizer.weight_decay=0.1", "objective.loss=focal"],
-                "objective.class_weights=balanced",
-            ],
-            marks=pytest.mark.slow,
-            id="adam and a focal loss",
-        ),
+        "optimizer.name=AdamW optimizer.ema=0.9 schedule=cosine",
+        "optimizer.name=Adam optimizer.weight_decay=0.1 objective.loss=focal "
+        "objective.class_weights=balanced",
     ],
+    ids=["adamw", "adam and a focal loss"],
 )
-def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: list[str]) -> None:
-    eager, _, expected = trained(*TINY, "training.steps=200", *optimizer)
-    whole, summary, losses = trained(*TINY, "training.steps=200", *WHOLE, *optimizer)
+@pytest.mark.slow
+def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: str) -> None:
+    typed = [*TINY, "training.steps=200", *optimizer.split()]
+    eager, _, expected = trained(*typed)
+    whole, summary, losses = trained(*typed, *WHOLE)
     evidence = runs.status(summary, "whole_step").evidence
     assert evidence["graphs"] == 1
     assert evidence["graph_breaks"] == 0
@@ -91,8 +83,8 @@ def test_200_steps_in_one_graph_have_the_losses_of_the_ordinary_ones(optimizer: 
 
 @pytest.mark.usefixtures("my_package")
 def test_a_skipped_step_leaves_weights_state_and_buffers_bit_equal_and_compiles_nothing() -> None:
-    own = ["model._target_=my_package.Statistics", "security.trusted=[my_package]"]
-    with build(compose([*TABLE, *own, *WHOLE, "training.steps=9"])) as run:
+    own = ["model._target_=my_package.Statistics", *runs.OURS]
+    with runs.opened(*TABLE, *own, *WHOLE, "training.steps=9") as run:
         run.model.train()
         inputs, target = next(run.train.batches(0))
         step, _ = make_step(run, (inputs, target))
@@ -129,18 +121,12 @@ def test_a_skipped_step_leaves_weights_state_and_buffers_bit_equal_and_compiles_
 
 @pytest.mark.slow
 def test_every_kind_of_clipping_is_in_the_graph_as_it_is_outside() -> None:
-    kinds = [
-        "stability.clip_value=0.01",
-        "stability.clip_adaptive=0.05",
-        "stability.clip_norm=0.1",
-        "stability.clip_per_group=true",
-        "optimizer=sgd",
-        "optimizer.weight_decay=0.01",
-        "optimizer.lr=1.0",
-    ]
-    eager, _, expected = trained(*TINY, "training.steps=9", *kinds)
-    whole, summary, losses = trained(*TINY, "training.steps=9", *WHOLE, *kinds)
-    plain, _, _ = trained(*TINY, "training.steps=9", "optimizer=sgd", "optimizer.lr=1.0")
+    typed = [*TINY, "training.steps=9", "optimizer=sgd", "optimizer.lr=1.0"]
+    kinds = [f"stability.clip_{kind}" for kind in ("value=0.01", "adaptive=0.05", "norm=0.1")]
+    kinds += ["stability.clip_per_group=true", "optimizer.weight_decay=0.01"]
+    eager, _, expected = trained(*typed, *kinds)
+    whole, summary, losses = trained(*typed, *kinds, *WHOLE)
+    plain, _, _ = trained(*typed)
     assert runs.status(summary, "whole_step").evidence["steps_in_one_graph"] == 9
     assert losses == pytest.approx(expected, abs=1e-5)
     for name, value in weights(eager).items():
@@ -173,7 +159,7 @@ def test_what_has_no_whole_step_is_told(override: str, reason: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 def test_a_number_of_the_model_that_changes_each_step_is_not_frozen() -> None:
-    own = ["model._target_=my_package.Cooling", "security.trusted=[my_package]"]
+    own = ["model._target_=my_package.Cooling", *runs.OURS]
     _, _, expected = trained(*TABLE, "training.steps=14", *own)
     _, summary, losses = trained(*TABLE, "training.steps=14", *WHOLE, *own)
     assert losses == pytest.approx(expected, rel=1e-4)  # compiled again, in the end given up
@@ -197,7 +183,7 @@ def test_a_hook_gets_gradients_and_options_of_the_optimizer_that_change_are_seen
     results = []
     for overrides in ([], WHOLE):
         changes = Changes()
-        with build(compose([*TINY, "training.steps=9", *overrides])) as run:
+        with runs.opened(*TINY, "training.steps=9", *overrides) as run:
             run.hooks.append(changes)
             train(run)
             results.append(weights(run))
@@ -229,14 +215,12 @@ def test_a_user_loss_may_ignore_labels_and_gets_an_error_for_an_unknown_class() 
 
 
 def test_after_a_wrong_target_what_was_learned_is_saved(tmp_path: Path) -> None:
-    class Spoils(Hook):
-        def on_step(self, run: Run, step: Step) -> None:
-            if step.number == 4:
-                assert run.step_graph is not None
-                run.step_graph.targets.any_wrong.fill_(True)
+    def spoil(run: Run) -> None:
+        assert run.step_graph is not None
+        run.step_graph.targets.any_wrong.fill_(True)
 
-    with build(compose([*TINY, *WHOLE, "training.steps=40"]), tmp_path) as run:
-        run.hooks.append(Spoils())
+    with runs.opened(*TINY, *WHOLE, "training.steps=40", folder=tmp_path) as run:
+        run.hooks.append(runs.AtSteps(4, spoil))
         with pytest.raises(DataError, match="is out of range"):
             train(run)
     steps = [int(p.name.removeprefix("step_")) for p in tmp_path.glob("checkpoints/step_*")]

@@ -33,7 +33,7 @@ from tests.core.security.files.archives import (
     saved,
     torch_zip,
 )
-from tests.core.security.files.hostile import GOOD, NUMBERS, SCALARS, _collisions
+from tests.core.security.files.hostile import GOOD, NUMBERS, SCALARS
 from tests.core.security.files.opcodes import (
     build,
     call,
@@ -240,7 +240,7 @@ def _archives() -> list[Variant]:
 
 AUTO_MAP = {"AutoModel": "modeling_own.OwnModel"}
 CALL = {"_target_": "os.mkdir", "path": "MARKER"}
-JSON_CODE: dict[str, tuple[str, Any]] = {
+CODE: dict[str, tuple[str, Any]] = {  # the file, and its bytes or what is written as JSON
     "target": ("config.json", {"model": CALL}),
     "target in a list": ("config.json", {"layers": [[{"deep": [CALL]}]]}),
     "target in adapter": ("adapter_config.json", {"peft_type": "LORA", "own": CALL}),
@@ -261,8 +261,6 @@ JSON_CODE: dict[str, tuple[str, Any]] = {
     "class_path": ("config.json", {"model": {"class_path": "os.system", "init_args": {}}}),
     "jsonpickle": ("config.json", {"py/object": "os.system"}),
     "jsonpickle call": ("model_config.json", {"x": {"py/reduce": [{"py/function": "os.mkdir"}]}}),
-}
-TEXT_CODE = {
     "escaped": ("config.json", rb'{"\u005ftarget\u005f": "os.mkdir"}'),
     "twice": ("config.json", b'{"_target_": "os.mkdir", "_target_": null}'),
     "utf-16": ("config.json", json.dumps(CALL).encode("utf-16")),
@@ -293,31 +291,25 @@ BAD_CONFIGS = {
 }
 
 
+LARGE = {
+    "large config.json": ("config.json", b'{"a": "' + b"x" * (8 << 20) + b'"}'),
+    "large config.yaml": ("config.yaml", b"a: '" + b"x" * (1 << 20) + b"'\n"),
+}
+CONFIGS: dict[str, dict[str, tuple[str, Any]]] = {
+    "config.code": CODE,
+    "config.tag": {f"tag {key}": ("config.yaml", data) for key, data in TAGS.items()},
+    "config.malformed": BAD_CONFIGS,
+    "config.size": LARGE,
+}
+
+
 def _configs() -> list[Variant]:
-    beside: Files = {"model.safetensors": MODEL}
-    rows = {key: ("config.code", file, json.dumps(of)) for key, (file, of) in JSON_CODE.items()}
-    made = [
-        Variant("config", key, rule, {**beside, file: text.encode()})
-        for key, (rule, file, text) in rows.items()
-    ]
-    made += [
-        Variant("config", key, "config.code", {**beside, file: data})
-        for key, (file, data) in TEXT_CODE.items()
-    ]
-    made += [
-        Variant("config", f"tag {key}", "config.tag", {**beside, "config.yaml": data})
-        for key, data in TAGS.items()
-    ]
-    made += [
-        Variant("config", key, "config.malformed", {**beside, file: data})
-        for key, (file, data) in BAD_CONFIGS.items()
-    ]
-    large = b'{"a": "' + b"x" * (8 << 20) + b'"}'
-    sizes = {"config.json": large, "config.yaml": b"a: '" + b"x" * (1 << 20) + b"'\n"}
-    return made + [
-        Variant("config", f"large {file}", "config.size", {**beside, file: data})
-        for file, data in sizes.items()
-    ]
+    made = []
+    for rule, rows in CONFIGS.items():
+        for key, (file, of) in rows.items():
+            data = of if isinstance(of, bytes) else json.dumps(of).encode()
+            made.append(Variant("config", key, rule, {"model.safetensors": MODEL, file: data}))
+    return made
 
 
 # -- pickles that grow ---------------------------------------------------------------------------
@@ -370,161 +362,141 @@ def _quantized(size: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
     return call(name("torch._utils", "_rebuild_qtensor"), *parts, scheme, value(False), b"}")
 
 
-def _integers(count: int) -> bytes:
-    """Integers that all have one hash."""
-    return b"".join(value(i * (2**61 - 1)) for i in range(1, count + 1))
+def _integers(count: int, after: bytes = b"") -> bytes:
+    """Integers that all have one hash, and a piece after each."""
+    return b"".join(value(i * (2**61 - 1)) + after for i in range(1, count + 1))
 
 
 SET, ORDERED = name("builtins", "set"), name("collections", "OrderedDict")
 _ORDERED = call(ORDERED, get(0))
+MANY_KEYS = mapping(**{f"x{i}": b"N" for i in range(999)})
 HUGE = 1 << 40
 BIG_LIST = pickle.EMPTY_LIST + value(1 << 33) + pickle.APPEND
 SELF_KEYS = pickle.EMPTY_DICT + value(1 << 33) + pickle.NONE + pickle.SETITEM
-PICKLES: dict[str, tuple[str, bytes]] = {
-    "hex": ("pickle.call", _hex(40)),
-    "hex once": ("pickle.call", _hex(1)),
-    "zlib": ("pickle.call", call(ENCODE, value("a"), value("zlib_codec"))),
-    "utf-32": ("pickle.call", call(ENCODE, value("a" * 99), value("utf-32"))),
-    "rot13": ("pickle.call", call(ENCODE, value("a"), value("rot13"))),
-    "no encoding": ("pickle.call", call(ENCODE, value("\u2603" * 99))),
-    "errors": ("pickle.call", call(ENCODE, value("\u2603"), value("ascii"), value("namereplace"))),
-    "list of arguments": ("pickle.call", BYTEARRAY + BIG_LIST + pickle.REDUCE),
-    "keys of arguments": ("pickle.call", BYTEARRAY + SELF_KEYS + pickle.REDUCE),
-    "bytearray": ("pickle.call", call(BYTEARRAY, value(1 << 33))),
-    "small bytearray": ("pickle.call", call(BYTEARRAY, value(4096))),
-    "bytearray of ones": ("pickle.call", call(BYTEARRAY, pickle.NEWTRUE)),
-    "new bytearray": ("pickle.call", new(BYTEARRAY, value(1 << 20))),
-    "bytes": ("pickle.call", call(name("builtins", "bytes"), value(1 << 33))),
-    "old bytes": ("pickle.call", call(name("__builtin__", "bytes"), value(1 << 33))),
-    "bytearray of a list": ("pickle.call", call(BYTEARRAY, BIG_LIST)),
-    "copies": (
-        "pickle.call",
-        _last(_hex(0, "a" * 4096) + put(0) + call(BYTEARRAY, get(0)) * 100),
-    ),
-    "nested call": ("pickle.call", _from_type(BYTEARRAY, together(value(1 << 33)))),
-    "nested twice": (
-        "pickle.call",
-        _from_type(
+PICKLES: dict[str, dict[str, bytes]] = {  # by the rule that refuses them
+    "pickle.call": {
+        "hex": _hex(40),
+        "hex once": _hex(1),
+        "zlib": call(ENCODE, value("a"), value("zlib_codec")),
+        "utf-32": call(ENCODE, value("a" * 99), value("utf-32")),
+        "rot13": call(ENCODE, value("a"), value("rot13")),
+        "no encoding": call(ENCODE, value("\u2603" * 99)),
+        "errors": call(ENCODE, value("\u2603"), value("ascii"), value("namereplace")),
+        "list of arguments": BYTEARRAY + BIG_LIST + pickle.REDUCE,
+        "keys of arguments": BYTEARRAY + SELF_KEYS + pickle.REDUCE,
+        "bytearray": call(BYTEARRAY, value(1 << 33)),
+        "small bytearray": call(BYTEARRAY, value(4096)),
+        "bytearray of ones": call(BYTEARRAY, pickle.NEWTRUE),
+        "new bytearray": new(BYTEARRAY, value(1 << 20)),
+        "bytes": call(name("builtins", "bytes"), value(1 << 33)),
+        "old bytes": call(name("__builtin__", "bytes"), value(1 << 33)),
+        "bytearray of a list": call(BYTEARRAY, BIG_LIST),
+        "copies": _last(_hex(0, "a" * 4096) + put(0) + call(BYTEARRAY, get(0)) * 100),
+        "nested call": _from_type(BYTEARRAY, together(value(1 << 33))),
+        "nested twice": _from_type(
             name("torch._tensor", "_rebuild_from_type_v2"),
             together(BYTEARRAY, name("torch", "Tensor"), together(value(1 << 33)), b"}"),
         ),
-    ),
-    "nested list": ("pickle.call", _from_type(BYTEARRAY, BIG_LIST)),
-    "tensor": ("pickle.call", call(name("torch", "FloatTensor"), value(1 << 33))),
-    "tensor of two": ("pickle.call", call(name("torch", "Tensor"), value(1 << 20), value(1 << 14))),
-    "new tensor": ("pickle.call", new(name("torch", "DoubleTensor"), value(1 << 20))),
-    "cuda tensor": ("pickle.call", new(name("torch.cuda", "FloatTensor"), value(1 << 20))),
-    "sparse tensor": ("pickle.call", new(name("torch.sparse", "FloatTensor"), value(9), value(9))),
-    "tensor of a size": (
-        "pickle.call",
-        call(name("torch", "Tensor"), call(name("torch", "Size"), value([1 << 33]))),
-    ),
-    "untyped storage": ("pickle.call", call(name("torch.storage", "UntypedStorage"), value(HUGE))),
-    "typed storage": ("pickle.call", new(name("torch.storage", "TypedStorage"), value(HUGE))),
-    "parameter of a tensor": (
-        "pickle.call",
-        new(
-            name("torch.nn.parameter", "Parameter"),
-            call(name("torch", "Tensor"), value(1 << 33)),
+        "nested list": _from_type(BYTEARRAY, BIG_LIST),
+        "tensor": call(name("torch", "FloatTensor"), value(1 << 33)),
+        "tensor of two": call(name("torch", "Tensor"), value(1 << 20), value(1 << 14)),
+        "new tensor": new(name("torch", "DoubleTensor"), value(1 << 20)),
+        "cuda tensor": new(name("torch.cuda", "FloatTensor"), value(1 << 20)),
+        "sparse tensor": new(name("torch.sparse", "FloatTensor"), value(9), value(9)),
+        "tensor of a size": call(
+            name("torch", "Tensor"), call(name("torch", "Size"), value([1 << 33]))
         ),
-    ),
-    "stretched": ("pickle.tensor", _view((HUGE,), (0,))),
-    "stretched less": ("pickle.tensor", _view((1 << 12, 1 << 12), (0, 0))),
-    "windows": ("pickle.tensor", _view((8, 1 << 20), (1, 0))),
-    "many stretched": ("pickle.tensor", _last(_view((1 << 18,), (0,)) * 8)),
-    "past the end": ("pickle.tensor", _view((17,), (1,))),
-    "long stride": ("pickle.tensor", _view((2,), (HUGE,))),
-    "offset": ("pickle.tensor", _view((1,), (1,), HUGE)),
-    "negative offset": ("pickle.tensor", _view((1,), (1,), -4)),
-    "negative stride": ("pickle.tensor", _view((4,), (-1,), 3)),
-    "negative size": ("pickle.tensor", _view((-4,), (1,))),
-    "huge product": ("pickle.tensor", _view((HUGE, HUGE), (0, 0))),
-    "strides missing": ("pickle.", _view((2, 2), (1,))),
-    "set_ of a tensor": (
-        "pickle.tensor",
-        build(
+        "untyped storage": call(name("torch.storage", "UntypedStorage"), value(HUGE)),
+        "typed storage": new(name("torch.storage", "TypedStorage"), value(HUGE)),
+        "parameter of a tensor": new(
+            name("torch.nn.parameter", "Parameter"), call(name("torch", "Tensor"), value(1 << 33))
+        ),
+        "sets": _last(_last(b"N" * 4096) + put(0) + call(SET, get(0)) * 50),
+        "sets of text": _last(value("a" * 4096) + put(0) + call(SET, get(0)) * 50),
+        "ordered": _last(MANY_KEYS + put(0) + _ORDERED * 99),
+        "ordered twice": _last(
+            call(ORDERED) + put(0) + b"(" + b"K\x01N" * 999 + b"u" + _ORDERED * 99
+        ),
+        "attributes": _last(MANY_KEYS + put(0) + build(new(ORDERED), get(0)) * 99),
+        "a long key": b"}" + together(b"N" * 999) + put(0) + b"Ns(" + (get(0) + b"N") * 99 + b"u",
+    },
+    "pickle.tensor": {
+        "stretched": _view((HUGE,), (0,)),
+        "stretched less": _view((1 << 12, 1 << 12), (0, 0)),
+        "windows": _view((8, 1 << 20), (1, 0)),
+        "many stretched": _last(_view((1 << 18,), (0,)) * 8),
+        "past the end": _view((17,), (1,)),
+        "long stride": _view((2,), (HUGE,)),
+        "offset": _view((1,), (1,), HUGE),
+        "negative offset": _view((1,), (1,), -4),
+        "negative stride": _view((4,), (-1,), 3),
+        "negative size": _view((-4,), (1,)),
+        "huge product": _view((HUGE, HUGE), (0, 0)),
+        "set_ of a tensor": build(
             new(name("torch", "FloatTensor")),
             together(storage("0", 16), value(0), value((HUGE,)), value((0,))),
         ),
-    ),
-    "set_ in a list": (
-        "pickle.tensor",
-        build(new(name("torch", "FloatTensor")), _last(storage("0", 16))),
-    ),
-    "nested rebuild": (
-        "pickle.tensor",
-        _from_type(TENSOR, together(*tensor_arguments("0", 16, (HUGE,), (0,)))),
-    ),
-    "quantised": ("pickle.tensor", _quantized((1 << 33,), (0,))),
-    "storage claim": ("pickle.storage", _claim("0", HUGE)),
-    "storage claims": ("pickle.storage", _last(b"".join(_claim(f"{i}", 999) for i in range(99)))),
-    "negative claim": ("pickle.storage", _claim("0", -1)),
-    "text claim": ("pickle.storage", together(value("storage")) + pickle.BINPERSID),
-    "module": ("pickle.storage", together(value("module"), value("x")) + pickle.BINPERSID),
-    "tuples": ("pickle.nested", _doubled(40, pickle.TUPLE)),
-    "tuples as a key": ("pickle.nested", b"}" + _doubled(60, pickle.TUPLE) + b"Ns"),
-    "keys of one hash": ("pickle.keys", _collisions(20_000)),
-    "sets": ("pickle.call", _last(_last(b"N" * 4096) + put(0) + call(SET, get(0)) * 50)),
-    "sets of text": ("pickle.call", _last(value("a" * 4096) + put(0) + call(SET, get(0)) * 50)),
-    "ordered": (
-        "pickle.call",
-        _last(mapping(**{f"{i}": b"N" for i in range(999)}) + put(0) + _ORDERED * 99),
-    ),
-    "ordered twice": (
-        "pickle.call",
-        _last(call(ORDERED) + put(0) + b"(" + b"K\x01N" * 999 + b"u" + _ORDERED * 99),
-    ),
-    "attributes": (
-        "pickle.call",
-        _last(
-            mapping(**{f"x{i}": b"N" for i in range(999)})
-            + put(0)
-            + build(new(ORDERED), get(0)) * 99
-        ),
-    ),
-    "a long key": (
-        "pickle.call",
-        b"}" + together(b"N" * 999) + put(0) + b"Ns(" + (get(0) + b"N") * 99 + b"u",
-    ),
-    "set of one hash": ("pickle.keys", call(SET, _last(_integers(20_000)))),
-    "lists": ("content.expanded", _last(_doubled(40))),
-    "short lists": ("content.expanded", _last(_doubled(20))),
-    "wide lists": (
-        "content.expanded",
-        _last(
+        "set_ in a list": build(new(name("torch", "FloatTensor")), _last(storage("0", 16))),
+        "nested rebuild": _from_type(TENSOR, together(*tensor_arguments("0", 16, (HUGE,), (0,)))),
+        "quantised": _quantized((1 << 33,), (0,)),
+    },
+    "pickle.": {"strides missing": _view((2, 2), (1,))},
+    "pickle.storage": {
+        "storage claim": _claim("0", HUGE),
+        "storage claims": _last(b"".join(_claim(f"{i}", 999) for i in range(99))),
+        "negative claim": _claim("0", -1),
+        "text claim": together(value("storage")) + pickle.BINPERSID,
+        "module": together(value("module"), value("x")) + pickle.BINPERSID,
+    },
+    "pickle.nested": {
+        "tuples": _doubled(40, pickle.TUPLE),
+        "tuples as a key": b"}" + _doubled(60, pickle.TUPLE) + b"Ns",
+    },
+    "pickle.keys": {
+        "keys of one hash": b"}(" + _integers(20_000, b"N") + b"u",
+        "set of one hash": call(SET, _last(_integers(20_000))),
+    },
+    "content.expanded": {
+        "lists": _last(_doubled(40)),
+        "short lists": _last(_doubled(20)),
+        "wide lists": _last(
             b"".join(
                 b"](" + (get(level - 1) * 20 if level else b"N" * 20) + b"e" + put(level)
                 for level in range(6)
             )
         ),
-    ),
-    "frames": ("torch.weights_only", b"\x95" + struct.pack("<Q", 1 << 40) + value({})),
-    "long": ("torch.weights_only", b"\x8b" + struct.pack("<i", 1 << 30)),
-    "negative long": ("torch.weights_only", b"\x8b" + struct.pack("<i", -1)),
-    "extension": ("torch.weights_only", b"\x82\x01"),
-    "extension of 4": ("torch.weights_only", b"\x84" + struct.pack("<i", 1 << 30)),
-    "persistent text": ("torch.weights_only", b"Pstorage\n"),
-    "long text": ("torch.weights_only", b"\x8d" + struct.pack("<Q", 1 << 40)),
-    "long bytes": ("torch.weights_only", b"\x8e" + struct.pack("<Q", 1 << 40)),
-    "bytearray of 8": ("torch.weights_only", b"\x96" + struct.pack("<Q", 1 << 40)),
-    "next buffer": ("torch.weights_only", b"\x97"),
-    "copy of the top": ("torch.weights_only", value("a") + pickle.DUP),
-    "short stack": ("pickle.malformed", pickle.TUPLE3),
-    "no mark": ("pickle.malformed", pickle.TUPLE),
-    "no memo": ("pickle.malformed", get(9)),
+    },
+    "torch.weights_only": {
+        "frames": b"\x95" + struct.pack("<Q", 1 << 40) + value({}),
+        "long": b"\x8b" + struct.pack("<i", 1 << 30),
+        "negative long": b"\x8b" + struct.pack("<i", -1),
+        "extension": b"\x82\x01",
+        "extension of 4": b"\x84" + struct.pack("<i", 1 << 30),
+        "persistent text": b"Pstorage\n",
+        "long text": b"\x8d" + struct.pack("<Q", 1 << 40),
+        "long bytes": b"\x8e" + struct.pack("<Q", 1 << 40),
+        "bytearray of 8": b"\x96" + struct.pack("<Q", 1 << 40),
+        "next buffer": b"\x97",
+        "copy of the top": value("a") + pickle.DUP,
+    },
+    "pickle.malformed": {
+        "short stack": pickle.TUPLE3,
+        "no mark": pickle.TUPLE,
+        "no memo": get(9),
+    },
 }
 LEGACY = ("hex", "bytearray", "tensor", "stretched", "past the end", "storage claim", "tuples")
 
 
 def _growing() -> list[Variant]:
     made = []
-    for key, (rule, body) in PICKLES.items():
+    rows = [(rule, *row) for rule, bodies in PICKLES.items() for row in bodies.items()]
+    for rule, key, body in rows:
         stores = [SCALARS] if b"_rebuild_" in body or b"storage" in body else []
         made.append(Variant("pickle", key, rule, {"model.pt": torch_zip(whole(body), stores)}))
-    for key in LEGACY:
-        rule, body = PICKLES[key]
-        made.append(Variant("legacy", key, rule, {"model.pth": legacy(whole(body))}))
-        made.append(Variant("bare", key, rule, {"model.pt": whole(body)}))
+        if key in LEGACY:
+            made.append(Variant("legacy", key, rule, {"model.pth": legacy(whole(body))}))
+            made.append(Variant("bare", key, rule, {"model.pt": whole(body)}))
     return made
 
 
