@@ -277,7 +277,7 @@ def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others()
         summary = train(run)
         (tool,) = (hook for hook in run.hooks if isinstance(hook, AnomalyTool))
         assert tool.looked_steps == [9, 19, 29, 39]  # counted from 0
-        tool.event_seconds, watch = 0.25, run.stopwatch
+        tool.seconds, watch = 0.25, run.stopwatch
         watch.durations[: watch.count] = 0.5
         watch.durations[20:30] = 0.75  # slower for another reason: the median is 0.5
         watch.durations[[9, 19, 29, 39]] = -1.5  # negative: inspected

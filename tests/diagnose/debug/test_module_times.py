@@ -100,7 +100,7 @@ class Net(nn.Module):
 
 
 def rows_of(tool: ProfileTool) -> dict[str, ModuleTime]:
-    return {row["module"]: ModuleTime(**row) for row in tool.modules}
+    return {row.module: row for row in tool.modules}
 
 
 def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: Path) -> None:
@@ -127,8 +127,6 @@ def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: P
     with gzip.open(tmp_path / record["trace_file"]) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("module body.0.timed") == 2 * 5
-    shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
-    assert b"profile/modules" in shown
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -154,7 +152,7 @@ def test_a_stall_in_python_is_named_by_its_module() -> None:
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
     assert tool.measurements.step_ms > 2 * tool.measurements.operators_ms
-    assert "most in forward, in module body.0 1" in tool.verdicts[0]
+    assert "most in module body.0 1" in tool.verdicts[0]
     assert not any("amp" in text for text in tool.verdicts)
 
 
@@ -163,7 +161,7 @@ def test_stalls_of_modules_come_before_many_small_operators() -> None:
     (text,) = find_bottlenecks(StepMeasurements(**many))
     assert text.startswith("host-bound")
     (text,) = find_bottlenecks(StepMeasurements(**many, stalls={"a": 14.0, "b": 1.0}))
-    assert text.startswith("50% of step time") and "in module a 14 ms, b 1 ms" in text
+    assert text.startswith("50% of step time") and "most in module a 14 ms, b 1 ms" in text
     (text,) = find_bottlenecks(StepMeasurements(**many, stalls={"a": 4.0}))
     assert text.startswith("host-bound"), "13 % of a step"
 

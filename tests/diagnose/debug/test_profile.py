@@ -21,7 +21,6 @@ from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig
 from runner.diagnose.debug.module_times import is_operator, operator_name
 from runner.diagnose.debug.profile import (
-    ProfilerWindow,
     ProfileTool,
     StepMeasurements,
     find_bottlenecks,
@@ -100,9 +99,8 @@ class Slow(DebugTool):
     name = "slow"
 
     def on_step(self, run: Run, step: Step) -> None:
-        with self.count_inspection():
-            for _ in range(2):
-                Dawdling().on_step(run, step)
+        for _ in range(2):
+            Dawdling().on_step(run, step)
 
 
 def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
@@ -151,7 +149,7 @@ class Stalling(nn.Module):
 @pytest.mark.parametrize("stacks", ["false", "true"])
 def test_a_stall_in_python_is_not_blamed_on_an_operator(stacks: str) -> None:
     tool, _, _ = profiled(f"debug.profile.stacks={stacks}", model=Stalling())
-    assert "in Python outside of torch's operators, most in forward" in tool.verdicts[0]
+    assert "in Python outside of torch's operators, most in module (model) " in tool.verdicts[0]
     assert not any("amp" in text for text in tool.verdicts)
     assert not any(".py(" in row["name"] or "<" in row["name"] for row in tool.operators)
 
@@ -202,8 +200,7 @@ def test_operators_and_sections_are_in_tables_and_trace(tmp_path: Path) -> None:
     assert sum(event.get("name") == "section light" for event in events) == 5
     assert sum(str(event.get("name")).startswith("ProfilerStep#") for event in events) == 5
     shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
-    for tag in (b"profile/trace", b"profile/verdict"):
-        assert tag in shown
+    assert b"profile/report" in shown and b"| light model |" in shown
 
 
 @pytest.mark.parametrize(
@@ -255,15 +252,3 @@ def test_kernel_launches_and_the_profilers_own_rows_are_not_operators() -> None:
     assert not any(is_operator(profiler_row(key, 1)) for key in others)
     assert not is_operator(profiler_row("ampere_sgemm_128x64", 1, on_device=True))
     assert not is_operator(profiler_row("my section", 1, user=True))
-
-
-def test_the_operators_of_a_window_on_a_gpu_are_those_that_launch_kernels() -> None:
-    rows = [profiler_row("aten::mm", 2), profiler_row("cuLaunchKernel", 0)]
-    rows.append(profiler_row("ampere_sgemm_128x64", 2, on_device=True))
-    window = object.__new__(ProfilerWindow)
-    window.run = SimpleNamespace(device=SimpleNamespace(kind="cuda"))  # type: ignore[assignment]
-    window.profiler = SimpleNamespace(key_averages=lambda: rows)  # type: ignore[assignment]
-    window.seconds = 0.004
-    operators, busy = window.read_operators()
-    assert [(row["name"], row["calls"]) for row in operators] == [("aten::mm", 3)]
-    assert busy == pytest.approx(0.5)
