@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -46,9 +46,12 @@ def opened(*overrides: str, folder: Path | None = None, given: Any = None) -> It
         yield run
 
 
-def trained(*overrides: str, folder: Path | None = None) -> Summary:
-    """The summary of a run that was trained to its end."""
-    with opened(*overrides, folder=folder) as run:
+def trained(
+    *overrides: str, folder: Path | None = None, given: Any = None, hooks: Sequence[Hook] = ()
+) -> Summary:
+    """The summary of a run that was trained to its end, with more hooks."""
+    with opened(*overrides, folder=folder, given=given) as run:
+        run.hooks.extend(hooks)
         return train(run)
 
 

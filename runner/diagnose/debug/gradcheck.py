@@ -82,7 +82,7 @@ def check_model_gradients(
     and all random states are unchanged.
     """
     checks: list[GradientCheck] = []
-    with preserve_random_state(), torch.random.fork_rng(devices=[]):
+    with preserve_random_state():
         try:
             model_copy = _copy_as_double(model, train)
             calls, output, target = _record_forward(model_copy, batch)

@@ -133,9 +133,13 @@ class MemoryTool(DebugTool):
         self.inspections += 1
         self.breakdown, self.micro_batch = breakdown, run.micro_batch
         self.next_inspection = max(2 * breakdown.step // self.every, 1) * self.every
-        self.finding = _describe_breakdown(run, breakdown)
-        run.recorder.text("memory/account", breakdown.table(), breakdown.step)
         totals = {part: breakdown.total(part) / MIB for part in PARTS}
+        sizes = ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
+        samples, full = run.train.samples(breakdown.step - 1), run.train.batch_size
+        largest = max(breakdown.rows, key=lambda row: row.activations)
+        most = f" (most in {largest.name})" if largest.activations else ""
+        self.finding = f"MiB: {sizes}{most}, in a batch of {samples} of {full} samples"
+        run.recorder.text("memory/account", breakdown.table(), breakdown.step)
         run.recorder.show(breakdown.step, "memory/account", totals)
         self._dump_snapshot(run)
         self._write(run)
@@ -231,19 +235,6 @@ def _sizes(run: Run) -> dict[str, int]:
         sizes["device"] = torch.cuda.memory_allocated(run.device.torch)
         sizes["device_reserved"] = torch.cuda.memory_reserved(run.device.torch)
     return sizes
-
-
-def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:
-    totals = {part: breakdown.total(part) / MIB for part in PARTS}
-    text = "MiB: " + ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
-    largest = max(breakdown.rows, key=lambda row: row.activations)
-    if largest.activations:
-        part = largest.name.strip("()")  # of what is not a module, such as (batch)
-        text += f" (most in {part if part == largest.name else f'the {part}'})"
-    samples, full = run.train.samples(breakdown.step - 1), run.train.batch_size
-    if samples < full:
-        text += f" of a partial batch, {samples} of {full} samples: no full one was measured"
-    return text
 
 
 def _last_leak(run: Run) -> Fault | None:
