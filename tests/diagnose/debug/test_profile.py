@@ -141,6 +141,10 @@ BOTTLENECKS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "short operators without a stall": (MANY, "host-bound"),
     "stalls before short operators": (MANY | {"stalls": {"a": 14.0, "b": 1.0}}, STALL),
+    "a stall outside of modules": (
+        {"step_ms": 30.0, "operators": 10.0, "operators_ms": 8.0, "split": {"forward": 1.0}},
+        "73% of step time is spent in Python outside of torch's operators, most in forward: debug.",
+    ),
     "a stall of 13 %": (MANY | {"stalls": {"a": 4.0}}, "host-bound"),
 }  # fmt: skip
 
