@@ -36,10 +36,10 @@ from runner.diagnose.debug.module_times import (
     HEADER,
     ModuleRanges,
     ModuleTime,
+    Trace,
     module_cells,
     quiet_profiler,
-    read_modules,
-    read_operators,
+    read_trace,
 )
 from runner.diagnose.memory import table_text
 from runner.loops.optimize import Optimized, mean_output, stash_gradients
@@ -136,7 +136,7 @@ def profile_model(
             for _ in range(max(1, warmup)):
                 run_call()
         seconds = np.array([device.seconds_of(run_call) for _ in range(runs)])
-        events = _profile_calls(run_call, module, device)
+        trace = _profile_calls(run_call, module, device)
         with torch.enable_grad():
             memory = {"activations": saved_bytes(module, forward, *tensors(inputs))}
         if device.kind == "cuda":
@@ -169,10 +169,10 @@ def profile_model(
         memory=memory,
         operators_ms={
             row["name"]: row["seconds"] * 1e3 / PROFILED_CALLS
-            for row in read_operators(events.key_averages(), device.kind == "cuda")[:MOST_OPERATORS]
+            for row in trace.operators[:MOST_OPERATORS]
             if row["seconds"]
         },
-        modules=read_modules(events, device.kind == "cuda", PROFILED_CALLS),
+        modules=trace.modules,
         peak=peak,
         mfu=None if peak is None or not flops else flops / p50 / peak.flops_per_second,
     )
@@ -186,12 +186,12 @@ def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:
     return next(floats, torch.float32)
 
 
-def _profile_calls(run_call: Callable[[], None], module: nn.Module, device: Device) -> Any:
-    """Return the profiler's events of PROFILED_CALLS calls, with a range for each module's."""
+def _profile_calls(run_call: Callable[[], None], module: nn.Module, device: Device) -> Trace:
+    """Return what the profiler records of PROFILED_CALLS calls."""
     with quiet_profiler(), ModuleRanges(module).record():
         profiler = torch.profiler.profile(acc_events=True)
         with profiler:
             for _ in range(PROFILED_CALLS):
                 run_call()
             device.synchronize()
-        return profiler.events()  # type: ignore[no-untyped-call]
+    return read_trace(profiler, PROFILED_CALLS)

@@ -16,7 +16,7 @@ from torch._C._autograd import DeviceType
 from runner import optimize, profile_model, system_info
 from runner.core.errors import UsageError
 from runner.core.techniques.flops import data_sheet, peak_flops
-from runner.diagnose.debug.module_times import read_operators
+from runner.diagnose.debug.module_times import read_trace
 
 
 class Attends(nn.Module):
@@ -156,5 +156,6 @@ def test_on_a_gpu_the_time_of_a_kernel_counts_once() -> None:
 
     rows = [row("aten::mm", DeviceType.CPU, 6000), row("cuLaunchKernel", DeviceType.CPU, 6000)]
     rows.append(row("ampere_sgemm_128x64", DeviceType.CUDA, 6000))
-    operators = read_operators(rows, on_gpu=True)
-    assert operators == [{"name": "aten::mm", "calls": 3, "seconds": 6e-3}]
+    trace = read_trace(SimpleNamespace(key_averages=lambda: rows, events=list), steps=1)
+    assert trace.operators == [{"name": "aten::mm", "calls": 3, "seconds": 6e-3}]
+    assert trace.kernel_seconds == 6e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from runner.diagnose.replay.results import location_in_trace, read_source_line
+from runner.diagnose.replay.tracer import NodeOwners
 
 TRACE_KEY = "traceback_"  # of a node's metadata, where autograd's anomaly mode stores its stack
 Report = Callable[[str], None]
@@ -35,7 +35,7 @@ def check_backwards(report: Report) -> Iterator[None]:
         return
     with _lock:
         _entered.append(_entered[0] if _entered else _patch())
-    _active.search = NodeOwners(), report
+    _active.search = ModuleLabels(), report
     try:
         yield
     finally:
@@ -72,10 +72,11 @@ def _leave_module(module: nn.Module, inputs: Any, output: Any) -> None:
         search[0].leave(module, inputs, output)
 
 
-class NodeOwners:
-    """Which module made which autograd nodes: ranges of their sequence numbers, by thread."""
+class ModuleLabels:
+    """Which module made which autograd nodes."""
 
     def __init__(self) -> None:
+        self.nodes = NodeOwners("")
         self.threads = threading.local()
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
@@ -86,30 +87,18 @@ class NodeOwners:
         name = state["names"].get(id(module), "")
         kind = type(module).__name__
         state.setdefault("open", []).append(f"{name} ({kind})" if name else kind)
-        self._assign()
+        self.nodes.assign(state["open"][-1])
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Assign nodes from now on to the module around this one."""
         if open_modules := self.threads.__dict__.get("open"):  # else it was entered before
             open_modules.pop()
-            self._assign()
-
-    def module_of(self, node: Any) -> str:
-        """Return the module's name and class; "" for a node outside of all modules."""
-        ranges = self.threads.__dict__.get("ranges", [])
-        index = bisect_right(ranges, node._sequence_nr(), key=lambda entry: entry[0])
-        return ranges[index - 1][1] if index else ""
-
-    def _assign(self) -> None:
-        state = self.threads.__dict__
-        label = state["open"][-1] if state["open"] else ""
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        state.setdefault("ranges", []).append((number, label))
+            self.nodes.assign(open_modules[-1] if open_modules else "")
 
 
 def _search(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `torch.autograd.backward` or `grad`, and report the first NaN that it made."""
-    search: tuple[NodeOwners, Report] | None = getattr(_active, "search", None)
+    search: tuple[ModuleLabels, Report] | None = getattr(_active, "search", None)
     if search is None:  # another thread has the context
         return function(*args, **kwargs)
     modules, report = search
@@ -150,9 +139,9 @@ def _nodes(roots: Any) -> list[Any]:
     return list(nodes)
 
 
-def _describe(node: Any, modules: NodeOwners) -> str:
+def _describe(node: Any, modules: ModuleLabels) -> str:
     """Return the node's operation, module and line, as far as they are known."""
     location = location_in_trace("".join(node.metadata.get(TRACE_KEY, ())))
     line = "" if location is None else read_source_line(location).short
-    module = modules.module_of(node)
+    module = modules.nodes.of(node)
     return ", ".join(filter(None, (node.name(), module and f"module {module}", line)))

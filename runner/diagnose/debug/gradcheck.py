@@ -82,7 +82,7 @@ def check_model_gradients(
     and all random states are unchanged.
     """
     checks: list[GradientCheck] = []
-    with preserve_random_state(), torch.random.fork_rng(devices=[]):
+    with preserve_random_state():
         try:
             model_copy = _copy_as_double(model, train)
             calls, output, target = _record_forward(model_copy, batch)
@@ -188,33 +188,27 @@ def _record_forward(model: nn.Module, batch: Batch) -> tuple[dict[str, CallArgum
     """Return each module's first arguments, the output and the target. Raises Inconclusive."""
     full_batch = tree_map_only(Tensor, _to_double, batch)
     small_batch = tree_map_only(Tensor, lambda t: t[:SAMPLES] if t.ndim else t, full_batch)
-    problem = ""
-    for inputs, target in (small_batch, full_batch):
-        calls: dict[str, CallArguments] = {}
-        try:
-            with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                return calls, _detach(_record_calls(model, inputs, calls)), target
-        except Exception as error:  # e.g. of a model that needs the full batch
-            problem = summarize_error(error)
-    raise Inconclusive(f"the float64 copy of the model does not run: {problem}")
+    calls: dict[str, CallArguments] = {}
 
-
-def _record_calls(model: nn.Module, inputs: Any, calls: dict[str, CallArguments]) -> Any:
     def record(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.setdefault(path, (_detach(args), _detach(kwargs)))
 
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    problem = ""
     with ExitStack() as scope:
+        scope.enter_context(torch.enable_grad())
+        scope.enter_context(torch.compiler.set_stance("force_eager"))
         for path, module in modes.hookable(model):
             hook = partial(record, path)
             handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
             scope.callback(handle.remove)
-        _seed_generators()
-        output = call_model(model, inputs)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    return output
+        for inputs, target in (small_batch, full_batch):
+            calls.clear()
+            _seed_generators()
+            try:
+                return calls, _detach(call_model(model, inputs)), target
+            except Exception as error:  # e.g. of a model that needs the full batch
+                problem = summarize_error(error)
+    raise Inconclusive(f"the float64 copy of the model does not run: {problem}")
 
 
 def _detach(nest: Any) -> Any:
@@ -358,14 +352,16 @@ class GradcheckTool(DebugTool):
         name = getattr(run.objective, "name", type(run.objective).__name__)
         roots, device = (run.model, run.objective), run.device.torch
         unchanged = run.model.parameters()
-        with self.count_inspection(), preserve_state(*roots, device=device, safe=unchanged):
+        start = time.monotonic()
+        with preserve_state(*roots, device=device, safe=unchanged):
             batch = run.train.peek()  # the host waits for it
             given = run.model, batch, run.objective, config, name
             self.checks = check_model_gradients(*given, train=True)
-        self._report(run)
+        self.inspections += 1
+        self._report(run, time.monotonic() - start)
         yield
 
-    def _report(self, run: Run) -> None:
+    def _report(self, run: Run, seconds: float) -> None:
         wrong = [check for check in self.checks if check.result == WRONG]
         unchecked = sum(check.result == UNCHECKED for check in self.checks)
         self.finding = f"{len(self.checks) - unchecked} checked, {len(wrong)} wrong"
@@ -386,7 +382,7 @@ class GradcheckTool(DebugTool):
                 say=not ends_run,
             )
         checks = [asdict(check) for check in self.checks]
-        self.write_json(run.folder, FILE, {"seconds": round(self.seconds, 3), "checks": checks})
+        self.write_json(run.folder, FILE, {"seconds": round(seconds, 3), "checks": checks})
         if wrong and ends_run:
             sentences = "; ".join(check.sentence for check in wrong)
             fix = f"if intended: debug.gradcheck.skip=[{wrong[0].name}]"

@@ -137,27 +137,22 @@ def build_layers(
         size = parameter.numel() * (2 if parameter.is_complex() else 1)
         layer = Layer(name, size, parameter.dim(), weight_norm=weight)
         if parameter.grad is not None:
-            row = next(rows)
-            layer = _add_gradient(layer, *row) if size else layer  # no values: no mean
+            norm, largest, total, nonzero, non_finite = next(rows)
+            if size:  # without values there is no mean
+                mean = total / size
+                variance = norm**2 / size - mean**2  # may be negative by rounding
+                layer = replace(
+                    layer,
+                    norm=norm,
+                    mean=mean,
+                    std=math.nan if math.isnan(variance) else math.sqrt(max(0.0, variance)),
+                    largest=largest,
+                    zeros=max(0.0, 1 - nonzero / size),
+                    non_finite=non_finite / size,
+                    ratio=norm / weight if weight else None,
+                )
         layers.append(layer)
     return layers
-
-
-def _add_gradient(
-    layer: Layer, norm: float, largest: float, total: float, nonzero: float, non_finite: float
-) -> Layer:
-    mean = total / layer.size
-    variance = norm**2 / layer.size - mean**2  # may be negative by rounding
-    return replace(
-        layer,
-        norm=norm,
-        mean=mean,
-        std=math.nan if math.isnan(variance) else math.sqrt(max(0.0, variance)),
-        largest=largest,
-        zeros=max(0.0, 1 - nonzero / layer.size),
-        non_finite=non_finite / layer.size,
-        ratio=norm / layer.weight_norm if layer.weight_norm else None,
-    )
 
 
 # -- verdicts ---------------------------------------------------------------------------------

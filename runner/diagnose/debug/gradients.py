@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -89,7 +89,6 @@ class GradientsTool(DebugTool):
         """Return all rows and counts."""
         return {
             "rows": [list(self.layer_rows), list(self.unit_rows)],
-            "layers": [asdict(layer) for layer in self.layers],
             "norms": {name: list(norms) for name, norms in self.norm_history.items()},
             "vanishing": self.vanishing_counts,
             "untrained": self.untrained,
@@ -101,8 +100,6 @@ class GradientsTool(DebugTool):
         """Continue the rows and counts."""
         self.layer_rows.extend(state["rows"][0])
         self.unit_rows.extend(state["rows"][1])
-        rows = state["layers"]
-        self.layers = [Layer(**{**row, "state": LayerState(row["state"])}) for row in rows]
         norms, faulty = state["norms"].items(), state["faulty"].items()
         self.norm_history = {name: deque(values, NORM_HISTORY) for name, values in norms}
         self.vanishing_counts, self.untrained = Counter(state["vanishing"]), state["untrained"]
@@ -116,12 +113,12 @@ class GradientsTool(DebugTool):
             self.detector = DeadUnitDetector(run.model, self.settings.dead_after)
             self.detector.zero_counts = self.zero_counts
         self.eager = self.detector is not None
-        self.finding = self._build_finding(self.inspections)
+        self.finding = self._build_finding()
         try:
             yield
         finally:
-            if self.layers and self.inspections < MIN_INSPECTIONS:
-                self._report_untrained(run, self.inspections)
+            if self.inspections < MIN_INSPECTIONS:
+                self._report_untrained(run)
             self._write_files(run)
 
     @contextmanager
@@ -132,27 +129,27 @@ class GradientsTool(DebugTool):
             self.detector.start_step()
         with self.detector or nullcontext():
             yield
-        self._finish_inspection(run)
+        self._finish_inspection(run, self.pending)
 
     def on_gradients(self, run: Run, step: Step) -> None:
         """Measure gradients on the device, before the update overwrites them."""
         named: NamedTensors = [(n, p) for n, p in run.model.named_parameters() if p.requires_grad]
         gradients = [p.grad for _, p in named if p.grad is not None]
         scale = run.update.scale.value if run.update.scale else None
-        with self.count_time(), torch.no_grad():
+        with torch.no_grad():
             statistics = gradient_statistics(gradients, scale) if gradients else None
             old_weights = [p.detach().clone() for _, p in named]
         self.pending = _Inspection(step.number, step.skipped, named, statistics, old_weights)
 
-    def _finish_inspection(self, run: Run) -> None:
-        inspection = self.pending
+    def _finish_inspection(self, run: Run, inspection: _Inspection | None) -> None:
         if inspection is None:
             return
-        with self.count_inspection(), torch.no_grad():
+        self.inspections += 1
+        with torch.no_grad():
             self._classify(run, inspection.step, self._read_layers(inspection))
-            self._write_scalars(run, inspection.step)
-            if self.detector is not None and not self.detector.layers:
-                self.detector, self.eager = None, False  # no ReLUs
+        self._write_scalars(run, inspection.step)
+        if self.detector is not None and not self.detector.layers:
+            self.detector, self.eager = None, False  # no ReLUs
 
     def _read_layers(self, inspection: _Inspection) -> list[Layer]:
         """Read weights, updates, skip flag, dead units and statistics in one transfer."""
@@ -180,7 +177,6 @@ class GradientsTool(DebugTool):
     def _classify(self, run: Run, step: int, layers: list[Layer]) -> None:
         history = self.norm_history.items()
         usual_norms = {n: median(norms) for n, norms in history if len(norms) >= MIN_INSPECTIONS}
-        is_first = not self.layers
         self.layers = classify_layers(layers, self.settings, usual_norms)
         for layer in self.layers:
             self._record_layer_fault(run, step, layer)
@@ -191,10 +187,10 @@ class GradientsTool(DebugTool):
             text = f"{name}: {dead} of {units} units gave 0 for every sample in several checks"
             run.history.add("dead_units", text, step=step, category="numerics")
         untrained = [layer.name for layer in self.layers if layer.state is LayerState.NO_GRADIENT]
-        self.untrained = [name for name in untrained if is_first or name in self.untrained]
-        if self.inspections + 1 == MIN_INSPECTIONS:
-            self._report_untrained(run, MIN_INSPECTIONS)
-        self.finding = self._build_finding(inspections=self.inspections + 1)
+        self.untrained = [n for n in untrained if self.inspections == 1 or n in self.untrained]
+        if self.inspections == MIN_INSPECTIONS:
+            self._report_untrained(run)
+        self.finding = self._build_finding()
 
     def _record_layer_fault(self, run: Run, step: int, layer: Layer) -> None:
         """Record the layer's fault; vanishing counts after MIN_INSPECTIONS in a row."""
@@ -217,22 +213,21 @@ class GradientsTool(DebugTool):
         share, counts = self.settings.dead_share, self.dead_units.items()
         return {name: (dead, units) for name, (dead, units) in counts if dead >= share * units}
 
-    def _report_untrained(self, run: Run, inspections: int) -> None:
+    def _report_untrained(self, run: Run) -> None:
         """Report once the parameters that never had a gradient."""
         if self.untrained:
-            text = f"no gradient in any of {inspections} checks: {join_names(self.untrained)}"
+            text = f"no gradient in any of {self.inspections} checks: {join_names(self.untrained)}"
             run.history.add("no_gradient", text, step=run.progress.step, category="numerics")
 
-    def _build_finding(self, inspections: int = 0) -> str:
+    def _build_finding(self) -> str:
         """Summarise all faults, the dead units, and whether there were enough inspections."""
         names = {**self.faulty_layers, LayerState.NO_GRADIENT: dict.fromkeys(self.untrained)}
-        if inspections >= MIN_INSPECTIONS or self.faulty_layers or self.untrained:
+        if self.inspections >= MIN_INSPECTIONS or self.faulty_layers or self.untrained:
             return summarize_faults(names, self._dead_layers())
         remedy = f"lower debug.{'gradients.' if self.settings.every else ''}every"
         remedy = "train longer" if self.every == 1 else remedy
-        return (
-            f"{count_noun(inspections, 'check')}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
-        )
+        checks = count_noun(self.inspections, "check")
+        return f"{checks}, but a verdict needs {MIN_INSPECTIONS}: {remedy}"
 
     # -- pictures and files --------------------------------------------------------------------
 

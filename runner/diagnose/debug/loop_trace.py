@@ -13,25 +13,22 @@ import torch
 
 from runner.core.build.arguments import check_folder
 from runner.core.errors import StorageError, UsageError
-from runner.core.record import markdown
 from runner.core.record.library_files import private_folder
 from runner.core.record.storage import make_folder, replace_text
 from runner.diagnose.debug.module_times import (
     MODULES_NOTE,
     ModuleRanges,
-    is_kernel,
     module_table,
     quiet_profiler,
-    read_modules,
-    read_operators,
+    read_trace,
 )
 from runner.diagnose.debug.profile import (
     LARGE_MODULE_SHARE,
     LARGE_OPERATOR_SHARE,
-    MAX_OPERATORS,
     StepMeasurements,
+    operator_table,
     operator_totals,
-    time_table,
+    report_page,
 )
 from runner.diagnose.debug.sections import SectionTotals
 
@@ -91,28 +88,18 @@ def _write(target: Path, profiler: Any, seconds: float) -> None:
 
 def _report(profiler: Any, seconds: float) -> str:
     """Return profile.md; all times are those of the whole trace."""
-    totals = profiler.key_averages()
-    on_gpu = any(map(is_kernel, totals))
-    operators = read_operators(totals, on_gpu)
-    modules = read_modules(profiler.events() or (), on_gpu, steps=1)
-    of_operators = operator_totals(operators, modules, steps=1)
-    measured = StepMeasurements(step_ms=seconds * 1e3, **of_operators)
-    rows = [(row["name"], row["calls"], row["seconds"]) for row in operators[:MAX_OPERATORS]]
-    parts = ["# Profile", "\n".join(f"- {markdown.escape(text)}" for text in _verdicts(measured))]
-    if operators:
-        parts += ["## Operators", time_table("operator", rows, measured.operators_ms / 1e3 or 1.0)]
-    if modules:
-        parts += ["## Modules", module_table(modules), MODULES_NOTE.replace(" in a step", "")]
-    parts.append(f"To be opened in ui.perfetto.dev: `{TRACE_FILE}`")
-    return "\n\n".join(parts) + "\n"
-
-
-def _verdicts(measured: StepMeasurements) -> Iterator[str]:
-    yield f"{measured.step_ms:,.4g} ms, of which {measured.operators_ms:,.4g} ms in operators"
-    share = max(measured.python_share, measured.stall_share)
-    if share > LARGE_OPERATOR_SHARE:
-        text = f"{share:.0%} of the time is spent in Python outside of torch's operators"
-        is_stall = measured.stall_share > share / 2
-        yield text + (f", most in {measured.stalls_text()}" if is_stall else "")
+    trace = read_trace(profiler, steps=1)
+    totals = operator_totals(trace.operators, trace.modules, steps=1)
+    measured = StepMeasurements(step_ms=seconds * 1e3, **totals)
+    texts = [f"{measured.step_ms:,.4g} ms, of which {measured.operators_ms:,.4g} ms in operators"]
+    if max(measured.python_share, measured.stall_share) > LARGE_OPERATOR_SHARE:
+        texts.append(measured.python_text("the time"))
     if measured.module_share > LARGE_MODULE_SHARE:
-        yield measured.module_text()
+        texts.append(measured.module_text())
+    parts = []
+    if trace.operators:
+        parts += ["## Operators", operator_table(trace.operators, steps=1)]
+    if trace.modules:
+        parts += ["## Modules", module_table(trace.modules)]
+        parts.append(MODULES_NOTE.replace(" in a step", ""))
+    return report_page(texts, parts, TRACE_FILE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -67,17 +66,20 @@ class MemoryTool(DebugTool):
         self.leak = ""  # verdict at the end of the run
         self.growth: list[Growth] = []
         self.fault_counts: dict[str, int] = {}  # counts at the last check
-        self.step_seconds = 0.0  # mean of the last report
         self.timeline: list[dict[str, int]] = []  # bytes at the end of a report, by step
         self.timeline_stride = 1  # reports between two points
 
     def state(self) -> dict[str, Any]:
         """Return the last inspection, and the step of the next one."""
         breakdown = None if self.breakdown is None else asdict(self.breakdown)
-        grown = [asdict(growth) for growth in self.growth]
-        sizes = {"next": self.next_inspection, "micro_batch": self.micro_batch}
-        sizes["stride"] = self.timeline_stride
-        return {"account": breakdown, "grown": grown, **sizes, "timeline": self.timeline}
+        return {
+            "account": breakdown,
+            "grown": [asdict(growth) for growth in self.growth],
+            "next": self.next_inspection,
+            "micro_batch": self.micro_batch,
+            "stride": self.timeline_stride,
+            "timeline": self.timeline,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Inspect at the same steps."""
@@ -121,25 +123,23 @@ class MemoryTool(DebugTool):
     def around(self, run: Run) -> Iterator[None]:
         """Count the tensors that forward and backward hold."""
         weights = [*run.model.parameters(), *run.model.buffers(), *run.update.average]
-        saved = SavedTensors(run.model, weights)
-        start, micro_batch = time.perf_counter(), run.micro_batch
+        saved, micro_batch = SavedTensors(run.model, weights), run.micro_batch
         with memory.peak_memory(run.device) as peak, saved.count_saved():
             yield
-        self.seconds += max(0.0, time.perf_counter() - start - self.step_seconds)
         if run.micro_batch != micro_batch:  # out of memory and retried: two steps in one
             return
-        with self.count_inspection():
-            breakdown = measure_breakdown(run, saved)
-            breakdown.peak = peak.on_device - peak.on_device_before
-            self._record_breakdown(run, breakdown)
-
-    def _record_breakdown(self, run: Run, breakdown: MemoryBreakdown) -> None:
-        self.object_counts = self.object_counts or count_objects()
+        breakdown = measure_breakdown(run, saved)
+        breakdown.peak = peak.on_device - peak.on_device_before
+        self.inspections += 1
         self.breakdown, self.micro_batch = breakdown, run.micro_batch
         self.next_inspection = max(2 * breakdown.step // self.every, 1) * self.every
-        self.finding = _describe_breakdown(run, breakdown)
-        run.recorder.text("memory/account", breakdown.table(), breakdown.step)
         totals = {part: breakdown.total(part) / MIB for part in PARTS}
+        sizes = ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
+        samples, full = run.train.samples(breakdown.step - 1), run.train.batch_size
+        largest = max(breakdown.rows, key=lambda row: row.activations)
+        most = f" (most in {largest.name})" if largest.activations else ""
+        self.finding = f"MiB: {sizes}{most}, in a batch of {samples} of {full} samples"
+        run.recorder.text("memory/account", breakdown.table(), breakdown.step)
         run.recorder.show(breakdown.step, "memory/account", totals)
         self._dump_snapshot(run)
         self._write(run)
@@ -151,18 +151,17 @@ class MemoryTool(DebugTool):
         if len(self.timeline) > MAX_POINTS:
             del self.timeline[::2]
             self.timeline_stride *= 2
-        self.step_seconds = report.seconds / len(report.loss)
         if self.breakdown is not None:  # also of a process before this one
             self.object_counts = self.object_counts or count_objects()
         if self.breakdown is not None and run.micro_batch != self.micro_batch:
             self.next_inspection = 0  # the breakdown is outdated
         if self._has_new_fault(run, "leak"):
-            with self.count_inspection():
-                self._report_growth(run, report.last)
+            self.inspections += 1
+            self._report_growth(run, report.last)
         if self._has_new_fault(run, "out_of_memory"):
             reason = "A step ran out of memory; its micro-batch was reduced and the run continues."
-            with self.count_inspection():
-                write_oom_report(run, reason, self.breakdown)
+            self.inspections += 1
+            write_oom_report(run, reason, self.breakdown)
 
     def _has_new_fault(self, run: Run, kind: str) -> bool:
         """Whether the history counts more faults of that kind than at the last call."""
@@ -236,19 +235,6 @@ def _sizes(run: Run) -> dict[str, int]:
         sizes["device"] = torch.cuda.memory_allocated(run.device.torch)
         sizes["device_reserved"] = torch.cuda.memory_reserved(run.device.torch)
     return sizes
-
-
-def _describe_breakdown(run: Run, breakdown: MemoryBreakdown) -> str:
-    totals = {part: breakdown.total(part) / MIB for part in PARTS}
-    text = "MiB: " + ", ".join(f"{part} {size:.3g}" for part, size in totals.items() if size)
-    largest = max(breakdown.rows, key=lambda row: row.activations)
-    if largest.activations:
-        part = largest.name.strip("()")  # of what is not a module, such as (batch)
-        text += f" (most in {part if part == largest.name else f'the {part}'})"
-    samples, full = run.train.samples(breakdown.step - 1), run.train.batch_size
-    if samples < full:
-        text += f" of a partial batch, {samples} of {full} samples: no full one was measured"
-    return text
 
 
 def _last_leak(run: Run) -> Fault | None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,15 +62,29 @@ def is_kernel(event: Any) -> bool:
     return event.device_type != DeviceType.CPU and not event.is_user_annotation
 
 
-def read_operators(rows: Iterable[Any], on_gpu: bool) -> list[dict[str, Any]]:
-    """Return the operators among a profiler's rows by self time, on a GPU that of their kernels."""
-    self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
+class Trace(NamedTuple):
+    """What a profiler recorded."""
+
+    operators: list[dict[str, Any]]  # name, calls, seconds, in all steps; slowest first
+    modules: list[ModuleTime]  # in a mean step
+    kernel_seconds: float  # on an accelerator
+
+
+def read_trace(profiler: Any, steps: int) -> Trace:
+    """Return the times of `steps` profiled steps; with work of an accelerator, those of kernels."""
+    totals = profiler.key_averages()
+    kernels = [event for event in totals if is_kernel(event)]
+    self_time = "self_device_time_total" if kernels else "self_cpu_time_total"  # µs
     operators = [
         {"name": operator_name(e.key), "calls": e.count, "seconds": getattr(e, self_time) / 1e6}
-        for e in rows
+        for e in totals
         if is_operator(e)
     ]
-    return sorted(operators, key=lambda row: -row["seconds"])
+    return Trace(
+        sorted(operators, key=lambda row: -row["seconds"]),
+        read_modules(profiler.events() or (), self_time, steps),
+        sum(event.self_device_time_total for event in kernels) / 1e6,
+    )
 
 
 def operator_name(key: str) -> str:
@@ -165,12 +179,12 @@ class ModuleRanges:
             nn.Module.__call__ = original  # type: ignore[method-assign]
 
 
-def read_modules(events: Iterable[Any], on_gpu: bool, steps: int) -> list[ModuleTime]:
+def read_modules(events: Iterable[Any], self_time: str, steps: int) -> list[ModuleTime]:
     """Return each module's time in a mean step, largest first; [] without ranges of modules.
 
-    The times add up to those of all operators; `events` are those of `steps` steps.
+    The times add up to those of all operators; `events` are those of `steps` steps, with their time
+    in µs as `self_time`.
     """
-    self_time = "self_device_time_total" if on_gpu else "self_cpu_time_total"  # µs
     rows: dict[str, ModuleTime] = {REST: ModuleTime(REST)}
     owners = _NodeOwners()
     places: dict[int, tuple[str, bool]] = {}  # (module, whether in backward) by event

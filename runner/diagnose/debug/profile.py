@@ -29,11 +29,9 @@ from runner.diagnose.debug.module_times import (
     SMALL_OPERATOR_US,
     ModuleRanges,
     ModuleTime,
-    is_kernel,
     module_table,
     quiet_profiler,
-    read_modules,
-    read_operators,
+    read_trace,
 )
 from runner.diagnose.debug.sections import SectionTotals, collect
 from runner.diagnose.debug.tool import DebugTool
@@ -101,10 +99,16 @@ class StepMeasurements:
         stalls_ms = min(self._outside_ms, sum(self.stalls.values()))
         return max(0.0, stalls_ms / self.step_ms) if self.step_ms else 0.0
 
-    def stalls_text(self) -> str:
-        """Name the modules that stall longest in Python."""
-        longest = [f"{name} {ms:.3g} ms" for name, ms in self.stalls.items()]
-        return f"module {', '.join(longest[:MAX_STALLS])}"
+    def python_text(self, whole: str) -> str:
+        """Say how much of `whole` is spent in Python, and the modules or phase with most of it."""
+        share = max(self.python_share, self.stall_share)
+        text = f"{share:.0%} of {whole} is spent in Python outside of torch's operators"
+        if self.stall_share > share / 2:
+            longest = [f"{name} {ms:.3g} ms" for name, ms in self.stalls.items()]
+            return f"{text}, most in module {', '.join(longest[:MAX_STALLS])}"
+        phases = {k: v for k, v in self.split.items() if k not in ("data", "other")}
+        phase = max(phases, key=lambda name: phases[name], default="")
+        return f"{text}, most in {PHASE_NAMES.get(phase, phase)}" if phase else text
 
     def module_text(self) -> str:
         """Name the module with the most operator time, and that time."""
@@ -125,13 +129,9 @@ class StepMeasurements:
 
 def find_bottlenecks(measured: StepMeasurements) -> list[str]:
     """Return the conclusions, most important first; never empty."""
-    texts = [*_operator_bottlenecks(measured), *_phase_bottlenecks(measured)]
-    if measured.module_share > LARGE_MODULE_SHARE:
-        texts.append(f"{measured.module_text()} a step")
-    if texts:
+    if texts := [*_operator_bottlenecks(measured), *_phase_bottlenecks(measured)]:
         return texts
-    parts = sorted(measured.split.items(), key=lambda item: -item[1])
-    shares = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in parts if share)
+    shares = ", ".join(f"{name.replace('_', ' ')} {s:.0%}" for name, s in measured.split.items())
     operators = f"{measured.operators:,.0f} operators a step, " if measured.operators else ""
     return [f"no bottleneck: {operators}{shares}" if shares else "too few steps for a result"]
 
@@ -140,8 +140,9 @@ def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
     small = measured.operators >= MANY_OPERATORS
     small = small and measured.step_ms * 1e3 < SMALL_OPERATOR_US * measured.operators
     operator, share = measured.operator, measured.operator_share
+    stacks = ": debug.profile.stacks=true shows where in the trace"
     if measured.stall_share > LARGE_OPERATOR_SHARE:
-        yield _stall_text(measured)
+        yield measured.python_text("step time") + stacks
     elif small and measured.host_bound and not measured.waits_for_data:
         fix = "a larger training.batch_size"
         if "whole_step" not in {*measured.techniques, *measured.not_applied}:
@@ -149,7 +150,7 @@ def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
         busy = "" if measured.busy is None else f", the device busy {measured.busy:.0%} of the time"
         yield f"host-bound: {measured.operators:,.0f} small operators a step{busy}: {fix}"
     elif measured.python_share > LARGE_OPERATOR_SHARE:
-        yield _stall_text(measured)
+        yield measured.python_text("step time") + stacks
     elif share > LARGE_OPERATOR_SHARE and WAIT_ROW.match(operator):
         times = f"{measured.operator_ms:.3g} ms a step ({operator})"
         yield f"waiting for the other processes takes {times}: the slowest or the network limits"
@@ -158,17 +159,6 @@ def _operator_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
         fix = "; 16 bits may help: optimization.amp.enabled=true" if may_help else ""
         times = f"{share:.0%} of the operators' time, {measured.operator_ms:.3g} ms a step"
         yield f"{operator} takes {times}{fix}"
-
-
-def _stall_text(measured: StepMeasurements) -> str:
-    phases = {k: v for k, v in measured.split.items() if k not in ("data", "other")}
-    phase = max(phases, key=lambda name: phases[name], default="step")
-    place = PHASE_NAMES.get(phase, phase)
-    if measured.stall_share > measured.python_share / 2:
-        place = f"forward, in {measured.stalls_text()}"
-    share = max(measured.python_share, measured.stall_share)
-    text = f"{share:.0%} of step time is spent in Python outside of torch's operators"
-    return f"{text}, most in {place}: debug.profile.stacks=true shows where in the trace"
 
 
 def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
@@ -187,6 +177,8 @@ def _phase_bottlenecks(measured: StepMeasurements) -> Iterator[str]:
         is_fused = "fused_optimizer" in measured.techniques
         fix = "" if is_fused else "optimization.fused_optimizer.enabled=true, or "
         yield f"the optimizer takes {share:.0%} of a step: {fix}a larger training.batch_size"
+    if measured.module_share > LARGE_MODULE_SHARE:
+        yield f"{measured.module_text()} a step"
 
 
 class ProfileTool(DebugTool):
@@ -197,8 +189,7 @@ class ProfileTool(DebugTool):
     """
 
     name: ClassVar[str] = "profile"
-    # checkpoints of earlier versions lack `modules`
-    SAVED = "named_step trace_file trace_start trace_steps operators busy modules".split()
+    SAVED = "named_step trace_file trace_start trace_steps operators busy".split()
 
     def __init__(self, config: DebugConfig) -> None:
         super().__init__(config)
@@ -206,7 +197,7 @@ class ProfileTool(DebugTool):
         self.next_step: float | None = None  # step after which it acts; None: not planned yet
         self.window: ProfilerWindow | None = None
         self.operators: list[dict[str, Any]] = []
-        self.modules: list[dict[str, Any]] = []  # a ModuleTime each
+        self.modules: list[ModuleTime] = []
         self.busy: float | None = None
         self.trace_file, self.named_step = "", 0  # first step of the first window
         self.trace_start, self.trace_steps = 0, 0  # of the trace
@@ -215,7 +206,7 @@ class ProfileTool(DebugTool):
         self.excluded = dict.fromkeys(PHASES, 0.0)  # seconds by phase within the window
         self.verdicts: list[str] = []
         self.measurements = StepMeasurements()
-        self.other_tools_seconds = 0.0  # seconds of the other debug tools so far
+        self.other_tools_seconds = 0.0  # of the other debug tools so far
 
     def due(self, step: int) -> bool:
         """Whether the window starts, runs or ends at this step."""
@@ -224,13 +215,15 @@ class ProfileTool(DebugTool):
     def state(self) -> dict[str, Any]:
         """Return the trace, and the step after which a window opens, also for one that is open."""
         next_step = self.window.first if self.window is not None else self.next_step
-        return {"next_step": next_step, **{name: getattr(self, name) for name in self.SAVED}}
+        saved = {name: getattr(self, name) for name in self.SAVED}
+        return {"next_step": next_step, **saved, "modules": [asdict(row) for row in self.modules]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Profile the same steps, or none again."""
-        state = {"modules": self.modules, **state}
         for name in ("next_step", *self.SAVED):
             setattr(self, name, state[name])
+        # checkpoints of earlier versions lack `modules`
+        self.modules = [ModuleTime(**row) for row in state.get("modules", [])]
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -239,18 +232,16 @@ class ProfileTool(DebugTool):
             step, window = run.progress.step, self.settings.warmup + self.settings.steps
             latest = run.total_steps - step - window
             self.next_step = step + min(self.settings.start, max(1, latest))
-        start_time, quiet = perf_counter(), ExitStack()
-        quiet.enter_context(quiet_profiler())
-        try:
-            with collect() as self.totals:
-                yield
-        finally:
-            collected = perf_counter() - start_time
-            if self.window is not None:
-                self._close_window(run, self.window)
-            quiet.close()
-            with self.count_time():
-                self._write_results(run, collected)
+        start_time = perf_counter()
+        with quiet_profiler():
+            try:
+                with collect() as self.totals:
+                    yield
+            finally:
+                collected_s = perf_counter() - start_time
+                if self.window is not None:
+                    self._close_window(run, self.window)
+                self._write_results(run, collected_s)
 
     def on_step(self, run: Run, step: Step) -> None:
         """Start the window, count its steps, end it; without synchronisation."""
@@ -275,34 +266,28 @@ class ProfileTool(DebugTool):
         if start_step > step:
             return
         self.seconds_before = dict(run.stopwatch.phase_seconds)
-        with self.count_time():
-            try:
-                self.window = ProfilerWindow(run, self.settings, self.totals, steps)
-                self.named_step = self.named_step or self.window.first
-                run.stopwatch.inspects_next = True
-            except RuntimeError as error:  # another profiler is active
-                self._record_failure(run, error)
+        self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+        self.named_step = self.named_step or self.window.first
+        run.stopwatch.inspects_next = True
 
     def _close_window(self, run: Run, window: ProfilerWindow) -> None:
         self.window, self.next_step = None, math.inf
         run.stopwatch.inspects_next = False
         start = perf_counter()
-        try:
-            window.stop()
-            if window.recorded:
-                self.trace_start, self.trace_steps = window.first, window.recorded
-                self.operators, self.busy = window.read_operators()
-                self.modules = [asdict(row) for row in window.read_modules()]
-                self._export_trace(run, window)
-        except (ValueError, RuntimeError) as error:
-            self._record_failure(run, error)
+        window.stop()
+        if window.recorded:
+            self.trace_start, self.trace_steps = window.first, window.recorded
+            trace = read_trace(window.profiler, window.recorded)
+            self.operators, self.modules = trace.operators, trace.modules
+            if trace.kernel_seconds and window.seconds:
+                self.busy = min(1.0, trace.kernel_seconds / window.seconds)
+            self._export_trace(run, window)
         for phase, seconds in run.stopwatch.phase_seconds.items():
             # the stopwatch may have been reset since
             self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
         self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
         self._update_verdicts(run)
         self.inspections += 1
-        self.seconds += perf_counter() - start
 
     def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
         if run.folder is None:
@@ -314,13 +299,6 @@ class ProfileTool(DebugTool):
             self.trace_file = f"{TRACE_FOLDER}/{name}"
         except OSError as error:
             log.warning("profile: no trace: %s", error)
-
-    def _record_failure(self, run: Run, error: Exception) -> None:
-        self.next_step = math.inf
-        message, step = f"torch.profiler: {error}", run.progress.step
-        run.history.add(
-            "no_profile", message, step=step, category="performance", action="no trace", error=error
-        )
 
     # -- findings ------------------------------------------------------------------------------
 
@@ -345,11 +323,10 @@ class ProfileTool(DebugTool):
         total = sum(outside.values())
         workers = next((choice for choice in run.choices if choice.key == "data.workers"), None)
         names = [name for name, _ in run.techniques if name not in run.fallback_reasons]
-        modules = [ModuleTime(**row) for row in self.modules]
         return StepMeasurements(
             split={phase: seconds / total for phase, seconds in outside.items()} if total else {},
             step_ms=speed.step_ms.p50,
-            **operator_totals(self.operators, modules, self.trace_steps or 1),
+            **operator_totals(self.operators, self.modules, self.trace_steps or 1),
             busy=self.busy,
             workers=int(workers.value if workers else run.settings.get("data.workers") or 0),
             in_memory=bool(workers and "in memory" in workers.reason),
@@ -358,60 +335,59 @@ class ProfileTool(DebugTool):
             not_applied=sorted(row.name for row in run.unapplied_techniques if row.requested),
         )
 
-    def _write_results(self, run: Run, collected: float) -> None:
+    def _write_results(self, run: Run, collected_s: float) -> None:
         """Write the final verdict to TensorBoard and two files."""
         self._update_verdicts(run)
-        step, lines = run.progress.step, [f"- {markdown.escape(text)}" for text in self.verdicts]
-        run.recorder.text("profile/verdict", "\n".join(lines), step)
-        if self.operators:
-            run.recorder.text("profile/trace", self._operator_table(), step)
-        if self.modules:
-            modules = module_table([ModuleTime(**row) for row in self.modules])
-            run.recorder.text("profile/modules", modules, step)
+        page = self.markdown(collected_s)
+        run.recorder.text("profile/report", page, run.progress.step)
         record = {
             "verdicts": self.verdicts,
             "facts": asdict(self.measurements),
             "first": self.trace_start,
             "trace_file": self.trace_file,
             "trace": {"steps": self.trace_steps, "operators": self.operators},
-            "modules": self.modules,
-            "seconds": collected,
+            "modules": [asdict(row) for row in self.modules],
+            "seconds": collected_s,
             "sections": [vars(total) | {"mean": total.mean} for total in self.totals.by_time()],
         }
         self.write_json(run.folder, RESULT_FILE, record)
         if run.folder is not None:
-            write_or_log(run.folder / REPORT_FILE, self.markdown(collected))
+            write_or_log(run.folder / REPORT_FILE, page)
 
-    def markdown(self, collected: float) -> str:
-        """Return the report as Markdown; sections were collected for `collected` seconds."""
+    def markdown(self, collected_s: float) -> str:
+        """Return the report as Markdown; sections were collected for `collected_s` seconds."""
         shares = {PHASE_NAMES.get(k, k): v for k, v in self.measurements.split.items() if v}
         split = [("a step", f"{self.measurements.step_ms:.3g} ms")]
         split += [(name, f"{share:.1%}") for name, share in shares.items()]
         parts = [
-            "# Profile",
-            "\n".join(f"- {markdown.escape(text)}" for text in self.verdicts),
             f"## Time of a step\n\n{markdown.table(('', ''), split)}",
             "Of the steps that were not profiled, without the time of debug tools.",
         ]
         if self.operators:
             last = self.trace_start + self.trace_steps - 1
-            parts += [f"## Steps {self.trace_start} to {last}, profiled", self._operator_table()]
+            parts.append(f"## Steps {self.trace_start} to {last}, profiled")
+            parts.append(operator_table(self.operators, self.trace_steps))
         if self.modules:
-            parts += [module_table([ModuleTime(**row) for row in self.modules]), MODULES_NOTE]
-        if self.trace_file:
-            parts.append(f"To be opened in ui.perfetto.dev: `{self.trace_file}`")
-        if self.totals.rows:
-            totals = self.totals.by_time()
+            parts += [module_table(self.modules), MODULES_NOTE]
+        if totals := self.totals.by_time():
             rows = [(f"{t.name} {t.category}".strip(), float(t.calls), t.seconds) for t in totals]
-            parts += ["## Sections", time_table("section", rows, collected or 1.0)]
+            parts += ["## Sections", time_table("section", rows, collected_s or 1.0)]
             parts.append("Of this process; sections in data workers are not seen.")
-        return "\n\n".join(parts) + "\n"
+        return report_page(self.verdicts, parts, self.trace_file)
 
-    def _operator_table(self) -> str:
-        steps = max(1, self.trace_steps)
-        rows = [(r["name"], r["calls"] / steps, r["seconds"] / steps) for r in self.operators]
-        total_s = sum(seconds for *_, seconds in rows)
-        return time_table("operator", rows[:MAX_OPERATORS], total_s or 1.0)
+
+def report_page(verdicts: Iterable[str], parts: Sequence[str], trace_file: str) -> str:
+    """Return a report as Markdown: verdicts, parts, and where the trace is."""
+    texts = "\n".join(f"- {markdown.escape(text)}" for text in verdicts)
+    trace = [f"To be opened in ui.perfetto.dev: `{trace_file}`"] if trace_file else []
+    return "\n\n".join(["# Profile", texts, *parts, *trace]) + "\n"
+
+
+def operator_table(operators: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """Return a Markdown table of the slowest operators in a mean step."""
+    rows = [(row["name"], row["calls"] / steps, row["seconds"] / steps) for row in operators]
+    total_s = sum(seconds for *_, seconds in rows)
+    return time_table("operator", rows[:MAX_OPERATORS], total_s or 1.0)
 
 
 def time_table(heading: str, rows: Iterable[tuple[str, float, float]], total_s: float) -> str:
@@ -475,20 +451,6 @@ class ProfilerWindow:
         self.totals.tracing = False
         self.scope.close()
         self.profiler.stop()
-
-    def read_operators(self) -> tuple[list[dict[str, Any]], float | None]:
-        """Return operators by self time, and the share of time in which a GPU computed."""
-        events = list(self.profiler.key_averages())
-        operators = read_operators(events, on_gpu=self.run.device.kind == "cuda")
-        kernels = [e.self_device_time_total / 1e6 for e in events if is_kernel(e)]
-        busy = min(1.0, sum(kernels) / self.seconds) if kernels and self.seconds else None
-        return operators, busy
-
-    def read_modules(self) -> list[ModuleTime]:
-        """Return the time of each module in a step; [] without debug.profile.modules."""
-        on_gpu = self.run.device.kind == "cuda"
-        events: Any = self.profiler.events()  # type: ignore[no-untyped-call]
-        return read_modules(events or (), on_gpu, self.recorded)
 
 
 def operator_totals(

@@ -47,11 +47,10 @@ class DebugTool(Hook):
         self.config = config
         self.every = every or config.every
         self.inspections = 0
-        self.seconds = 0.0
+        self.seconds = 0.0  # in sessions and events, which no step's time includes
         self.finding = ""
         self.looked_steps: list[int] = []  # inside `around`, by the stopwatch's count
         self.state_refused = False  # `state` had a value that JSON does not have
-        self.event_seconds = 0.0  # in events, which no step's time includes
         self.start_time = time.monotonic()
 
     def due(self, step: int) -> bool:
@@ -97,24 +96,6 @@ class DebugTool(Hook):
     def load(self, state: Mapping[str, Any]) -> None:
         """Set what `state` returned, with the types of JSON."""
 
-    @contextmanager
-    def count_time(self) -> Iterator[None]:
-        """Add the time within to the tool's cost."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
-
-    @contextmanager
-    def count_inspection(self) -> Iterator[None]:
-        """Count an inspection, and add its time to the tool's cost."""
-        try:
-            with self.count_time():
-                yield
-        finally:
-            self.inspections += 1
-
     def write_json(self, folder: Path | None, name: str, record: Mapping[str, Any]) -> None:
         """Replace a file in the run's folder; an OSError is logged."""
         if folder is not None:
@@ -127,23 +108,29 @@ class DebugTool(Hook):
         return Cost(self.name, self.inspections, self.total_seconds(run), finding)
 
     def total_seconds(self, run: Run) -> float | None:
-        """Return what the tool took: its events, and its steps beyond the median of the others.
+        """Return what the tool took: `seconds`, and its steps beyond the median of the others.
 
-        Without steps of its own, `seconds`. None if there is no other step to compare with.
+        None if there is no other step to compare with.
         """
         if not self.looked_steps:
-            return self.seconds or None
+            return self.seconds
         others = run.stopwatch.uninspected_step_seconds(SETTLING)
         timed = _step_seconds(run.stopwatch)
         looked = [timed[step] for step in self.looked_steps if step in timed]
         if not looked or not len(others):
             return None
         extra = float(np.mean(looked)) - float(np.median(others))
-        return max(0.0, extra * len(self.looked_steps)) + self.event_seconds
+        return max(0.0, extra * len(self.looked_steps)) + self.seconds
 
     @contextmanager
-    def isolate_errors(self, run: Run, reraised: BaseException | None = None) -> Iterator[None]:
-        """Suppress and record errors of the tool, except `reraised`; afterwards it rests."""
+    def isolate_errors(
+        self, run: Run, reraised: BaseException | None = None, timed: bool = True
+    ) -> Iterator[None]:
+        """Suppress and record errors of the tool, except `reraised`; afterwards it rests.
+
+        The time inside is added to the tool's, unless a step's time includes it.
+        """
+        start = time.perf_counter()
         try:
             yield
         except RunnerError:
@@ -152,6 +139,8 @@ class DebugTool(Hook):
             if error is reraised:
                 raise
             self.record_failure(run, error)
+        finally:
+            self.seconds += time.perf_counter() - start if timed else 0.0
 
     def record_failure(self, run: Run, error: Exception) -> None:
         """Record the first error; the tool rests from now on."""
@@ -185,25 +174,24 @@ def _guard_event(event: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(event)
     def guarded(self: DebugTool, run: Run, *arguments: Any) -> Any:
         if not self.failure:
-            start = time.perf_counter()
-            try:
-                with self.isolate_errors(run), run.stopwatch.exclude_time(keep_phase=True):
-                    return event(self, run, *arguments)
-            finally:
-                self.event_seconds += time.perf_counter() - start if arguments else 0.0
+            with self.isolate_errors(run), run.stopwatch.exclude_time(keep_phase=True):
+                return event(self, run, *arguments)
         return None if arguments else DebugTool.cost(self, run)
 
     return guarded
 
 
 def _guard_context(make_context: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """Wrap `session` or `around`; the time of a session counts, that of a step is in the step."""
+
     @wraps(make_context)
     @contextmanager
     def guarded(self: DebugTool, run: Run) -> Iterator[None]:
         entered: AbstractContextManager[Any] = nullcontext()
+        is_around = make_context.__name__ == "around"
         if not self.failure:
-            with self.isolate_errors(run):
-                if make_context.__name__ == "around":
+            with self.isolate_errors(run, timed=not is_around):
+                if is_around:
                     run.stopwatch.inspect_step()
                     self.looked_steps.append(run.stopwatch.count)
                 context = make_context(self, run)
@@ -215,7 +203,7 @@ def _guard_context(make_context: Callable[..., AbstractContextManager[Any]]) -> 
             with self.isolate_errors(run, reraised=error):
                 entered.__exit__(type(error), error, error.__traceback__)
             raise
-        with self.isolate_errors(run):
+        with self.isolate_errors(run, timed=not is_around):
             entered.__exit__(None, None, None)
 
     return guarded

@@ -117,7 +117,13 @@ class Investigation:
             samples=[int(capture.samples[i]) for i in known_samples],
         )
         replay.advice = advice(replay)
-        self._write_script(replay, without)
+        finding = mask_secrets(cause.cause) if cause.phase is not StepPhase.nowhere else ""
+        try:
+            path = Path(replay.capture)
+            script = write_script(self.folder, path, finding, self.trusted, without)
+            replay.script = script.name
+        except OSError as error:
+            log.warning("replay: no reproduce.py: %s", error)
         return replay
 
     def _config(self) -> RunConfig:
@@ -164,16 +170,6 @@ class Investigation:
             return [names]
         rewriting = [name for name in names if name in REWRITING_TECHNIQUES]
         return [rewriting, []] if rewriting else [[]]
-
-    def _write_script(self, replay: Replay, without: Sequence[str]) -> None:
-        is_found = replay.found.phase is not StepPhase.nowhere
-        finding = mask_secrets(replay.found.cause) if is_found else ""
-        try:
-            capture = Path(replay.capture)
-            path = write_script(self.folder, capture, finding, self.trusted, without)
-            replay.script = path.name
-        except OSError as error:
-            log.warning("replay: no reproduce.py: %s", error)
 
 
 def write_script(

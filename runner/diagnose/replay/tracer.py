@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ MASKING = ("_softmax", "_log_softmax", "_scaled_dot_product", "logsumexp", "sub"
 UNTRACED = "code that torch does not see"
 OWNER_KEY = "runner.diagnose.replay"  # metadata key of an autograd node
 
+T = TypeVar("T")
 Owner = tuple["ModuleFrame | None", SourceLocation | None]
 """The module call and source line of an operation; no call: the objective."""
 
@@ -99,6 +100,36 @@ class _Operands:
     only_minus_inf: bool = True
 
 
+class NodeOwners(Generic[T]):
+    """Who made which autograd nodes: ranges of their sequence numbers, which each thread counts."""
+
+    def __init__(self, outermost: T) -> None:
+        self.outermost = outermost
+        self.threads = threading.local()
+
+    def assign(self, owner: T) -> None:
+        """Assign the nodes that this thread makes from now on."""
+        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._ranges().append((number, owner))
+
+    def of(self, node: Any) -> T:
+        """Return who made a node of this thread."""
+        ranges = self._ranges()
+        position = bisect_right(ranges, node._sequence_nr(), key=lambda entry: entry[0])
+        return ranges[max(0, position - 1)][1]
+
+    @property
+    def newest(self) -> int:
+        """The number of the first node of the newest owner."""
+        return self._ranges()[-1][0]
+
+    def _ranges(self) -> list[tuple[int, T]]:
+        ranges: list[tuple[int, T]] = self.threads.__dict__.setdefault(
+            "ranges", [(0, self.outermost)]
+        )
+        return ranges
+
+
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode to enter around a step, within `track_modules`; `batch` has tensors by name."""
 
@@ -113,8 +144,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # storage → events with the positions of their values, as views may change parts of it
         self.origins: dict[object, list[tuple[NonFiniteEvent, Tensor | None]]] = {}
         self.parameters = {id(p): name for name, p in model.named_parameters()}
-        # thread → [(autograd sequence number, frame from there on)]; numbers are per thread
-        self.frames_by_sequence: dict[int, list[tuple[int, ModuleFrame | None]]] = {}
+        self.frames = NodeOwners[ModuleFrame | None](None)
         # (thread, sequence number) → line
         self.locations: dict[tuple[int, int], SourceLocation | None] = {}
         self.forced_owner: Owner | None = None  # set by `assign_to`
@@ -261,10 +291,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tag_nodes(self, leaves: list[Any]) -> None:
         """Record the owner of each new node, and hook its results for checking."""
         thread, current = threading.get_ident(), _current_node()
-        frames = self.frames_by_sequence.get(thread) or [(0, None)]
         if current is None or torch.is_grad_enabled():
             number = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
-            if number >= frames[-1][0] and (thread, number) not in self.locations:
+            if number >= self.frames.newest and (thread, number) not in self.locations:
                 # the last node made is this one's
                 self.locations[thread, number] = self._owner()[1]
         for leaf in leaves:
@@ -272,7 +301,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if node is None or OWNER_KEY in node.metadata:
                 continue
             number = node._sequence_nr()
-            frame = frames[max(0, bisect_right(frames, number, key=lambda entry: entry[0]) - 1)][1]
+            frame = self.frames.of(node)
             location = self.locations.get((thread, number))
             if frame is None and current is not None:  # recomputed outside any module
                 frame = self._owner_of(current)[0]
@@ -323,7 +352,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = self.calls[name] = self.frame(name, name_arguments(args, kwargs))
         frame.node = _current_node()
         self.stack.append(frame)
-        self._assign_nodes(frame)
+        self.frames.assign(frame)
         if frame.node is None:
             self.backward_frame = None
         try:
@@ -338,7 +367,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise
         finally:
             self.stack.pop()
-            self._assign_nodes(self._current_frame())
+            self.frames.assign(self._current_frame())
 
     def _call_hook(
         self, frame: ModuleFrame | None, hook: Callable[[Tensor], Any], grad: Tensor
@@ -357,24 +386,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _current_frame(self) -> ModuleFrame | None:
         return self.stack[-1] if self.stack else None
 
-    def _assign_nodes(self, frame: ModuleFrame | None) -> None:
-        """Assign autograd nodes created from now on to `frame`."""
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-        frames = self.frames_by_sequence.setdefault(threading.get_ident(), [(0, None)])
-        frames.append((number, frame))
-
     @contextmanager
     def assign_to(
         self, frame: ModuleFrame | None, location: SourceLocation | None
     ) -> Iterator[None]:
         """Assign operations within to `frame`, and to `location` if known."""
         before, self.forced_owner = self.forced_owner, (frame, location)
-        self._assign_nodes(frame)
+        self.frames.assign(frame)
         try:
             yield
         finally:
             self.forced_owner = before
-            self._assign_nodes(self._current_frame())
+            self.frames.assign(self._current_frame())
 
 
 def name_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runner import Summary, train
+from runner import Summary
 from runner.core.captures.manifest import list_captures
 from runner.core.checkpoint.manifest import to_checksummed_json
 from runner.core.interfaces.hook import Hook, Report, Step, Verdict
@@ -52,10 +52,7 @@ class Taker(Hook):
 
 
 def trained(folder: Path, hook: Hook | None, *overrides: str) -> Summary:
-    with runs.opened(*OURS, *overrides, folder=folder) as run:
-        if hook is not None:
-            run.hooks.append(hook)
-        return train(run)
+    return runs.trained(*OURS, *overrides, folder=folder, hooks=[hook] if hook else [])
 
 
 def taken(folder: Path, *overrides: str) -> tuple[Capture, Capture, Taker]:

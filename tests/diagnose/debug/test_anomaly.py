@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import train
+from runner import Hook, train
 from runner.core.build.setup import Components
 from runner.core.errors import GaveUp
 from runner.core.interfaces.batch import Batch
@@ -52,23 +54,23 @@ class Net(nn.Module):
         return self.last(x)  # type: ignore[no-any-return]
 
 
-def run_of(
-    overrides: list[str], folder: Path | None, model: nn.Module | None = None
-) -> tuple[Run, Summary]:
-    with runs.opened(*overrides, folder=folder, given=Components(model=model)) as run:
-        if isinstance(model, Net):
-            begin = run.update.begin
+class Counting(Hook):
+    """Tells the model the number of the step that comes."""
 
-            def begun() -> None:
-                model.step = run.progress.step + 1
-                begin()
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        run.model.step = run.progress.step + 1
+        yield
 
-            run.update.begin = begun  # type: ignore[method-assign]
-        return run, train(run)
+
+def trained(overrides: list[str], folder: Path | None, model: nn.Module | None = None) -> Summary:
+    given, hooks = Components(model=model), [Counting()]
+    return runs.trained(*overrides, folder=folder, given=given, hooks=hooks)
 
 
 def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: Path) -> None:
-    run, summary = run_of(ANOMALY, tmp_path, Net(Root(), bad=(3, 5)))
+    model = Net(Root(), bad=(3, 5))
+    summary = trained(ANOMALY, tmp_path, model)
     assert summary.status == "done"
     assert summary.skipped_steps == 2
     assert summary.faults["anomaly"] == 2
@@ -79,7 +81,7 @@ def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: 
     assert fault["message"].endswith(f"{HERE} `return x.sqrt()  # here`")
     assert fault["action"] == "skipped"
     assert "returned nan values" in fault["traceback"]
-    assert all(p.isfinite().all() for p in run.model.parameters())
+    assert all(p.isfinite().all() for p in model.parameters())
     assert not torch.is_anomaly_enabled()
     assert "2 × " in runs.finding(summary, "anomaly") and runs.finding(summary, "anomaly").endswith(
         "every step"
@@ -89,7 +91,7 @@ def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: 
 def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
     overrides = [*ANOMALY, "debug.on_anomaly=raise"]
     with pytest.raises(GaveUp) as caught:
-        run_of(overrides, tmp_path, Net(Root(), bad=(3,)))
+        trained(overrides, tmp_path, Net(Root(), bad=(3,)))
     message = str(caught.value)
     assert message.startswith("step 3: ") and "\n" not in message
     assert HERE in message and "part (Root)" in message
@@ -102,15 +104,6 @@ def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
 class Quotient(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x / (x - x) if not bool(x.any()) else x
-
-
-def test_a_nan_of_forward_is_told_from_what_it_does_to_backward(tmp_path: Path) -> None:
-    _, summary = run_of(ANOMALY, tmp_path, Net(Quotient(), bad=(4,)))
-    assert summary.status == "done"
-    (fault,) = runs.faults(tmp_path, "anomaly")
-    culprit = "part (Quotient) makes NaN of finite numbers, div.Tensor, "
-    assert fault["message"].startswith(culprit)  # and not what backward made of it
-    assert "1 × part in forward" in runs.finding(summary, "anomaly")
 
 
 class Huge(nn.Module):
@@ -130,17 +123,29 @@ class Overflowing(torch.autograd.Function):
         return torch.zeros_like(gradient)
 
 
-def test_an_inf_of_which_autograd_says_nothing_is_named_as_well(tmp_path: Path) -> None:
-    # Inf - Inf is NaN further on, so the sum is cut off: only the Inf itself is there to be seen
-    class Alone(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).nan_to_num(nan=torch.inf)
+class Replaced(Net):
+    """Inf - Inf is NaN further on, so that is cut off: only the Inf itself is there to be seen."""
 
-    _, summary = run_of(ANOMALY, tmp_path, Alone(Huge(), bad=(4,)))
-    assert summary.faults["anomaly"] == 1
-    assert runs.faults(tmp_path, "anomaly")[0]["message"].startswith(
-        "part (Huge) makes Inf of a constant Inf"
-    )
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).nan_to_num(nan=torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit"),
+    [
+        (Net(Quotient(), bad=(4,)), "part (Quotient) makes NaN of finite numbers, div.Tensor, "),
+        (Replaced(Huge(), bad=(4,)), "part (Huge) makes Inf of a constant Inf"),
+    ],
+    ids=["NaN", "Inf"],
+)
+def test_what_a_forward_makes_is_told_from_what_it_does_to_backward(
+    model: Net, culprit: str, tmp_path: Path
+) -> None:
+    summary = trained(ANOMALY, tmp_path, model)
+    assert (summary.status, summary.faults["anomaly"]) == ("done", 1)
+    (fault,) = runs.faults(tmp_path, "anomaly")
+    assert fault["message"].startswith(culprit)  # and not what backward made of it
+    assert "1 × part in forward" in runs.finding(summary, "anomaly")
 
 
 class Chatty(Root):
@@ -157,7 +162,7 @@ def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
     overrides = [*ANOMALY, "training.micro_batch=10"]
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
-        _, summary = run_of(overrides, tmp_path, Net(Chatty(), bad=(3,)))
+        summary = trained(overrides, tmp_path, Net(Chatty(), bad=(3,)))
     assert summary.status == "done"
     (fault,) = runs.faults(tmp_path, "anomaly")
     assert HERE in fault["message"] and "part (Chatty)" in fault["message"]
@@ -168,7 +173,7 @@ def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
 
 def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
     overrides = [*ANOMALY, "debug.anomaly.every=2"]
-    _, summary = run_of(overrides, tmp_path, Net(Root(), bad=(3, 4)))
+    summary = trained(overrides, tmp_path, Net(Root(), bad=(3, 4)))
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in runs.faults(tmp_path, "anomaly")] == [[4]]
     assert runs.finding(summary, "anomaly").endswith("every 2 steps")
@@ -180,7 +185,7 @@ def test_another_error_stays_what_it_is() -> None:
             raise ValueError("my own mistake")
 
     with pytest.raises(ValueError, match="my own mistake"):
-        run_of(ANOMALY, None, Net(Broken(), bad=()))
+        trained(ANOMALY, None, Net(Broken(), bad=()))
     assert not torch.is_anomaly_enabled()
 
 
@@ -197,7 +202,7 @@ def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    _, summary = run_of(POISONED, tmp_path)
+    summary = trained(POISONED, tmp_path)
     assert summary.status == "done"
     (fault,) = runs.faults(tmp_path, "anomaly")
     assert fault["message"] == "the input is not finite: 1 of 32 samples"
@@ -277,7 +282,7 @@ def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others()
         summary = train(run)
         (tool,) = (hook for hook in run.hooks if isinstance(hook, AnomalyTool))
         assert tool.looked_steps == [9, 19, 29, 39]  # counted from 0
-        tool.event_seconds, watch = 0.25, run.stopwatch
+        tool.seconds, watch = 0.25, run.stopwatch
         watch.durations[: watch.count] = 0.5
         watch.durations[20:30] = 0.75  # slower for another reason: the median is 0.5
         watch.durations[[9, 19, 29, 39]] = -1.5  # negative: inspected

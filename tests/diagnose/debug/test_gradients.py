@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from runner import train
 from runner.core.build.setup import Components
-from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.schemas.debug import FaultThresholds, GradientsConfig
 from runner.diagnose.debug.gradient_layers import LayerState, check_gradients
@@ -42,11 +41,8 @@ def mlp(unused: bool = False) -> Net:
     return Net(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10), unused=unused)
 
 
-def run_of(
-    overrides: list[str], folder: Path | None, model: nn.Module | None = None
-) -> tuple[Run, Summary]:
-    with runs.opened(*overrides, folder=folder, given=Components(model=model)) as run:
-        return run, train(run)
+def trained(overrides: list[str], folder: Path, model: nn.Module | None = None) -> Summary:
+    return runs.trained(*overrides, folder=folder, given=Components(model=model))
 
 
 def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
@@ -140,7 +136,7 @@ def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path: Path) -> None:
         "optimization=none optimizer.name=SGD optimizer.lr=0.1 optimizer.weight_decay=0 "
         "stability.clip_norm=null schedule=constant training.steps=2 model=mlp"
     ).split()
-    run_of([*LOOKING, *plain], tmp_path)
+    trained([*LOOKING, *plain], tmp_path)
     for row in rows(tmp_path):
         rate = row["update_ratio"] / row["ratio"]
         assert rate == pytest.approx(0.1, rel=0.02) or row["norm"] < 1e-6
@@ -148,7 +144,7 @@ def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path: Path) -> None:
 
 def test_an_fp16_loss_scale_is_divided_out(tmp_path: Path) -> None:
     def first_look(folder: Path, *more: str) -> list[float]:
-        run_of([*LOOKING, "model=mlp", "training.steps=2", "debug.every=1", *more], folder)
+        trained([*LOOKING, "model=mlp", "training.steps=2", "debug.every=1", *more], folder)
         return [row["norm"] for row in rows(folder) if row["step"] == 1]
 
     half = ["optimization=custom", "optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
@@ -163,7 +159,7 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
     with torch.no_grad():
         model.layers[1].bias[:20] = -100.0
     caplog.set_level("INFO", "runner")
-    _, summary = run_of([*LOOKING, "optimization=basic"], tmp_path, model)
+    summary = trained([*LOOKING, "optimization=basic"], tmp_path, model)
     assert summary.status == "done"
     assert "left_out.weight and 1 more: no gradient" in runs.finding(summary, "gradients")
     assert "layers.1: 20 of 32 units dead" in runs.finding(summary, "gradients")
@@ -189,7 +185,7 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
 def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     hidden = [m for _ in range(10) for m in (nn.Linear(16, 16), nn.Sigmoid())]
-    _, summary = run_of(LOOKING, tmp_path, Net(nn.Linear(64, 16), *hidden, nn.Linear(16, 10)))
+    summary = trained(LOOKING, tmp_path, Net(nn.Linear(64, 16), *hidden, nn.Linear(16, 10)))
     assert " more: vanishing" in runs.finding(summary, "gradients")
     faults = runs.faults(tmp_path)
     named = {f["message"].split(":")[0] for f in faults if f["kind"] == "vanishing_gradient"}
@@ -222,7 +218,7 @@ class Amplified(torch.autograd.Function):
 def test_an_exploding_gradient_is_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Exploding(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
-    _, summary = run_of([*LOOKING, "stability=off"], tmp_path, model)
+    summary = trained([*LOOKING, "stability=off"], tmp_path, model)
     assert " more: exploding" in runs.finding(summary, "gradients")
     assert summary.faults["exploding_gradient"] > 0
 
@@ -242,10 +238,10 @@ def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path: Path) 
     model.layers[5].weight.requires_grad_(False)
     model.layers[1].bias = model.layers[3].bias  # tied
     model.now = nn.Linear(16, 10)
-    _, summary = run_of(LOOKING, tmp_path, model)
+    summary = trained(LOOKING, tmp_path, model)
     assert summary.status == "done"
-    trained = {f"layers.{name}" for name in ("1.weight", "1.bias", "3.weight", "5.bias")}
-    assert {row["layer"] for row in rows(tmp_path)} == trained | {"now.weight", "now.bias"}
+    known = {f"layers.{name}" for name in ("1.weight", "1.bias", "3.weight", "5.bias")}
+    assert {row["layer"] for row in rows(tmp_path)} == known | {"now.weight", "now.bias"}
     seen = {(row["layer"], row["state"]) for row in rows(tmp_path)}
     assert {("now.weight", "fine"), ("now.weight", "no gradient")} <= seen
     assert "no_gradient" not in summary.faults
@@ -266,7 +262,7 @@ def test_too_few_looks_are_said_and_a_short_run_has_enough(
     overrides: list[str], found: str, tmp_path: Path
 ) -> None:
     short = [*DIGITS, "model=mlp", "optimization=none", "debug=gradients", *overrides]
-    _, summary = run_of(short, tmp_path)
+    summary = trained(short, tmp_path)
     assert (
         runs.finding(summary, "gradients")
         == runs.debug_file(tmp_path, "gradients")["finding"]
@@ -282,9 +278,7 @@ def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
     model = mlp()
     factors = iter([1.0])
     model.layers[3].bias.register_hook(lambda g: g * next(factors, math.nan))
-    _, summary = run_of(
-        [*LOOKING, "training.steps=2", "training.validate_every=9"], tmp_path, model
-    )
+    summary = trained([*LOOKING, "training.steps=2", "training.validate_every=9"], tmp_path, model)
     states = {row["layer"]: (row["state"], row["update_ratio"]) for row in rows(tmp_path)}
     assert states["layers.3.bias"] == ("not finite", None)
     assert states["layers.1.weight"] == ("fine", None)
@@ -292,10 +286,10 @@ def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
 
 
 def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
-    run_of([*LOOKING, "model=mlp", "debug.max_iterations=7"], tmp_path / "rests")
+    trained([*LOOKING, "model=mlp", "debug.max_iterations=7"], tmp_path / "rests")
     assert {row["step"] for row in rows(tmp_path / "rests")} == {2, 4, 6}
     (tmp_path / "debug").write_text("in the way")
-    _, summary = run_of([*LOOKING, "model=mlp", "training.steps=4"], tmp_path)
+    summary = trained([*LOOKING, "model=mlp", "training.steps=4"], tmp_path)
     assert summary.status == "done"
 
 
@@ -345,7 +339,8 @@ def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
 def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
     overrides = ["optimization=ultra", "model=mlp", "debug=full", "training.steps=60"]
     overrides.append("optimization.measure=false")
-    run, summary = run_of([*DIGITS, *overrides], tmp_path)
+    with runs.opened(*DIGITS, *overrides, folder=tmp_path) as run:
+        summary = train(run)
     assert (summary.status, summary.faults) == ("done", {})
     assert run.step_graph is not None and run.step_graph.steps >= 6
     assert sorted({row["step"] for row in rows(tmp_path)}) == [10, 20, 30, 40, 50, 60]

@@ -18,7 +18,7 @@ from runner import profile_model
 from runner.core.errors import UsageError
 from runner.core.schemas.debug import DebugConfig
 from runner.diagnose.debug.module_times import COMPILED, MAX_ROWS, REST, ModuleTime, module_table
-from runner.diagnose.debug.profile import ProfileTool, StepMeasurements, find_bottlenecks
+from runner.diagnose.debug.profile import ProfileTool
 from runner.diagnose.debugging import Debugger
 from tests import runs
 from tests.diagnose.debug.test_profile import profiled
@@ -100,11 +100,13 @@ class Net(nn.Module):
 
 
 def rows_of(tool: ProfileTool) -> dict[str, ModuleTime]:
-    return {row["module"]: ModuleTime(**row) for row in tool.modules}
+    return {row.module: row for row in tool.modules}
 
 
 def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: Path) -> None:
+    before = nn.Module.__call__
     tool, _, _ = profiled(SHORT, model=Net(Nested()), folder=tmp_path)
+    assert nn.Module.__call__ is before
     rows = rows_of(tool)
     timed = rows["body.0.timed"]
     assert "body.0.alias" not in rows and timed.calls == 2
@@ -127,8 +129,6 @@ def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: P
     with gzip.open(tmp_path / record["trace_file"]) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
     assert names.count("module body.0.timed") == 2 * 5
-    shown = b"".join(path.read_bytes() for path in tmp_path.glob("events.out.tfevents.*"))
-    assert b"profile/modules" in shown
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -154,18 +154,8 @@ def test_a_stall_in_python_is_named_by_its_module() -> None:
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
     assert tool.measurements.step_ms > 2 * tool.measurements.operators_ms
-    assert "most in forward, in module body.0 1" in tool.verdicts[0]
+    assert "most in module body.0 1" in tool.verdicts[0]
     assert not any("amp" in text for text in tool.verdicts)
-
-
-def test_stalls_of_modules_come_before_many_small_operators() -> None:
-    many: dict[str, Any] = {"step_ms": 30.0, "operators": 1800.0, "operators_ms": 8.0}
-    (text,) = find_bottlenecks(StepMeasurements(**many))
-    assert text.startswith("host-bound")
-    (text,) = find_bottlenecks(StepMeasurements(**many, stalls={"a": 14.0, "b": 1.0}))
-    assert text.startswith("50% of step time") and "in module a 14 ms, b 1 ms" in text
-    (text,) = find_bottlenecks(StepMeasurements(**many, stalls={"a": 4.0}))
-    assert text.startswith("host-bound"), "13 % of a step"
 
 
 def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> None:
@@ -177,18 +167,12 @@ def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> Non
         assert "module body" not in file.read().decode()
 
 
-def test_a_trace_ends_with_the_calls_of_modules_as_they_were() -> None:
-    before = nn.Module.__call__
-    profiled(SHORT, model=Net(Timed()))
-    assert nn.Module.__call__ is before
-
-
 def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none() -> None:
-    tool, _, _ = profiled(SHORT, model=Net(Timed()))
-    again, earlier = ProfileTool(DebugConfig()), ProfileTool(DebugConfig())
+    tool, again, earlier = (ProfileTool(DebugConfig()) for _ in range(3))
+    tool.modules = [ModuleTime("body.0", 1.0, 2.0, 3.0, 0.5)]
     state = json.loads(tool.resume_state())
     again.load(state)
-    assert again.modules == tool.modules != []
+    assert again.modules == tool.modules
     del state["modules"]
     earlier.load(state)
     assert earlier.modules == []
