@@ -28,7 +28,6 @@ from runner.core.format import count_noun, share, size
 from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import tensors
 from runner.core.preserved_state import exclusive_random_state, large_parameters, preserve_state
-from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import saved_bytes
@@ -143,7 +142,7 @@ def profile_model(
             with peak_memory(device) as peak_usage:
                 run_call()
             memory["peak"] = peak_usage.on_device - peak_usage.on_device_before
-        flops, _ = count_flops(run_call, grad=backward)
+        flops = _count_flops(run_call, backward)
         with enter_contexts(contexts):
             dtype = _product_dtype(module, device)
         peak = peak_flops(device, dtype)
@@ -176,6 +175,21 @@ def profile_model(
         peak=peak,
         mfu=None if peak is None or not flops else flops / p50 / peak.flops_per_second,
     )
+
+
+def _count_flops(call: Callable[[], Any], grad: bool) -> int:
+    """Return the FLOP of a call (a multiply-add is two), uncompiled, by torch's counter."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with (
+        torch.set_grad_enabled(grad),
+        torch.compiler.set_stance("force_eager"),
+        sdpa_kernel([SDPBackend.MATH]),  # attention as products: the counter misses flash on a CPU
+        FlopCounterMode(display=False) as counter,
+    ):
+        call()
+    return int(counter.get_total_flops())
 
 
 def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -48,12 +48,13 @@ def forward_cost(builder: RunBuilder) -> ForwardCost:
 
 
 def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
+    if any(isinstance(module, torch.jit.ScriptModule) for module in builder.model.modules()):
+        raise NotRestorable("the operations of a scripted model are not seen from Python")
     inputs, target = model_calls.sample_batch(builder, samples)
-    scripted = any(isinstance(m, torch.jit.ScriptModule) for m in builder.model.modules())
     with ExitStack() as stack:
         stack.enter_context(model_calls.preserve_builder_state(builder))
         stack.enter_context(modes.evaluation_mode(builder.model))
-        flop, products = count_flops(partial(call_model, builder.model, inputs), exact=scripted)
+        flop, products = count_flops(partial(call_model, builder.model, inputs))
     return ForwardCost(flop / 1e6 * builder.micro_batch / batch_size_of(target), products)
 
 
@@ -137,49 +138,20 @@ def step_seconds(builder: RunBuilder) -> float:
     return 3 * min(seconds)
 
 
-# -- FLOP of matrix products, convolutions and attention ------------------------------------------
+# -- FLOP of matrix products, convolutions, attention and recurrent layers -------------------------
 
 
-def count_flops(
-    call: Callable[[], Any], grad: bool = False, exact: bool = False
-) -> tuple[int, int]:
-    """Return FLOP (a multiply-add is two) and number of products of a call, uncompiled.
+def count_flops(call: Callable[[], Any]) -> tuple[int, int]:
+    """Return FLOP (a multiply-add is two) and number of products of a forward, uncompiled.
 
-    Counted from the arguments of functions; by torch's counter if one of them cannot be counted so,
-    with `exact` (for scripted code) and with `grad` (for a backward). The call is then repeated.
+    Counted from the arguments of the functions in `FLOP_FORMULAS` that Python calls. Torch's own
+    counter sees all operators and backward passes, but takes 2 s to import.
     """
-    if not (grad or exact):
-        compiled = "torch._dynamo" in sys.modules
-        uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-        with uncompiled, torch.no_grad(), _ProductCounter() as counter:
-            call()
-        if not counter.uncounted:
-            return counter.flop, counter.products
-    # a dispatch mode, which imports 800 modules (2 s, once)
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode, flop_registry
-
-    from runner.core.techniques.probe import OperatorObserver
-
-    products: list[object] = []
-    with (
-        torch.set_grad_enabled(grad),
-        torch.compiler.set_stance("force_eager"),
-        sdpa_kernel([SDPBackend.MATH]),  # attention as products: the counter misses flash on a CPU
-        OperatorObserver(lambda operator, _: products.append(operator._overloadpacket)),
-        FlopCounterMode(display=False) as torch_counter,
-    ):
+    compiled = "torch._dynamo" in sys.modules
+    uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    with uncompiled, torch.no_grad(), _ProductCounter() as counter:
         call()
-    flop = int(torch_counter.get_total_flops())
-    return flop, sum(operator in flop_registry for operator in products)
-
-
-UNCOUNTED_FUNCTIONS = {
-    "bilinear", "cdist", "chain_matmul", "einsum", "gru", "gru_cell", "inner", "kron", "lstm",
-    "lstm_cell", "multi_dot", "multi_head_attention_forward", "outer", "rnn_relu", "rnn_relu_cell",
-    "rnn_tanh", "rnn_tanh_cell", "tensordot",
-}  # fmt: skip
-"""Functions with products inside that _ProductCounter does not see."""
+    return counter.flop, counter.products
 
 
 def _matmul_flop(operand: int) -> Callable[[Sequence[Any], Tensor], int]:
@@ -197,33 +169,62 @@ def _attention_flop(args: Sequence[Any], out: Tensor) -> int:
     return 2 * int(query.numel() // query.shape[-1] * key.shape[-2] * width)
 
 
-FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Tensor], int]] = {
+def _multi_head_flop(args: Sequence[Any], out: Any) -> int:
+    """Projections of query, key, value and output, and the attention itself."""
+    query, key, value = args[:3]  # [length, …, width]
+    width = query.shape[-1]
+    projections = 2 * width * (2 * query.numel() + key.numel() + value.numel())
+    return int(projections + 4 * query.numel() * key.shape[0])
+
+
+def _recurrent_flop(args: Sequence[Any], out: Any) -> int:
+    """Each weight multiplies each position; a cell has its weights as arguments, a layer a list."""
+    weights = next((arg for arg in args if isinstance(arg, list)), args[2:4])
+    positions = args[0].numel() // args[0].shape[-1]
+    return int(2 * positions * sum(weight.numel() for weight in weights if weight.dim() == 2))
+
+
+def _einsum_flop(args: Sequence[Any], out: Tensor) -> int:
+    terms = str(args[0]).replace(" ", "").partition("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, args[1:], strict=True):
+        first, dots, last = term.partition("...")
+        sizes |= zip(first, operand.shape, strict=False)
+        sizes |= zip(reversed(last), reversed(operand.shape), strict=False)
+        if dots:
+            shared = operand.shape[len(first) : operand.dim() - len(last)]
+            sizes[dots] = max(sizes.get(dots, 1), prod(shared))
+    return 2 * prod(sizes.values())
+
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _matmul_flop(0)),
     **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _matmul_flop(1)),
     **{f"conv{n}d": lambda args, out: _convolution_flop(out, args[1]) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": lambda args, _: _convolution_flop(*args[:2]) for n in (1, 2, 3)},
     "scaled_dot_product_attention": _attention_flop,
+    "multi_head_attention_forward": _multi_head_flop,
+    **{f"{name}{cell}": _recurrent_flop for name in RECURRENT for cell in ("", "_cell")},
+    "einsum": _einsum_flop,
 }
 
 
 class _ProductCounter(TorchFunctionMode):
-    """Counts functions called from Python; `uncounted` are those whose products it cannot see."""
+    """Counts functions called from Python."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flop = self.products = 0
-        self.uncounted: set[str] = set()  # functions whose products were not seen
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "")
-        if name in UNCOUNTED_FUNCTIONS:
-            self.uncounted.add(name)
-        elif name in FLOP_FORMULAS:
-            try:
-                self.flop += FLOP_FORMULAS[name](args, result)
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        if name in FLOP_FORMULAS:
+            # a call that a formula does not fit is left out: counts are for rules and estimates
+            with suppress(AttributeError, IndexError, TypeError, ValueError):
+                self.flop += FLOP_FORMULAS[name]([*args, *kwargs.values()], result)
                 self.products += 1
-            except (AttributeError, IndexError, TypeError):  # keyword arguments
-                self.uncounted.add(name)
         return result
