@@ -16,7 +16,14 @@ from runner.core.checkpoint.ownership import check_no_record
 from runner.core.config.composing import typed
 from runner.core.config.run_config import RunConfig
 from runner.core.config.spelling import first_job, parse_override, sample_jobs
-from runner.core.errors import ConfigError, Interrupted, RunnerError, SecurityError, UsageError
+from runner.core.errors import (
+    ConfigError,
+    Interrupted,
+    RunnerError,
+    SecurityError,
+    UsageError,
+    error_text,
+)
 from runner.core.masking import mask_secrets
 from runner.core.record.summary import FINISHED_STATUSES
 from runner.core.record.text import escape_control_chars
@@ -185,7 +192,7 @@ def compare_jobs(session: SweepSession, ended: bool) -> tuple[int, list[str]]:
     except UsageError as error:  # no job has started
         log.debug("no comparison: %s", error)
     except Exception as error:  # the failures of the jobs are still reported
-        reason = escape_control_chars(mask_secrets(f"{type(error).__name__}: {error}"))
+        reason = escape_control_chars(mask_secrets(error_text(error)))
         sys.stderr.write(f"warning: no comparison: {reason}\n")
     else:
         if session.sweep is None:  # with another launcher

@@ -31,6 +31,11 @@ def install_command(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
+def error_text(error: BaseException) -> str:
+    """Return an error's type and message, or its type alone if it has none."""
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
 class RunnerError(Exception):
     """An error whose message is meant for the user."""
 

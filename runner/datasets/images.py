@@ -23,7 +23,7 @@ from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import DROP_FIX, examples, lacks_resources, usable_indices
 from runner.core.device import memory
-from runner.core.errors import BadSample, ConfigError, DataError
+from runner.core.errors import BadSample, ConfigError, DataError, error_text
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch, RowNames, Sizes
 from runner.core.schemas.data import BadSamples, Images
@@ -268,7 +268,7 @@ class ImageFolder(Dataset):
     def _describe(self, index: int, error: Exception) -> str:
         source = self.sources[index]
         where = source if isinstance(source, Path) else f"{self.config.path}: {self.rows(index)}"
-        return f"{where}: cannot be decoded as an image ({type(error).__name__}: {error})"
+        return f"{where}: cannot be decoded as an image ({error_text(error)})"
 
     def _find_problems(self) -> dict[int, str]:
         """Return the problems of bad images: all headers are read, MAX_DECODED pixels decoded."""

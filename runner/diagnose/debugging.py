@@ -19,7 +19,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from runner.core.device.memory import MemoryPeak, peak_memory
-from runner.core.errors import RunnerError, StorageError, UsageError
+from runner.core.errors import RunnerError, StorageError, UsageError, error_text
 from runner.core.format import join_names, size
 from runner.core.record.history import Fault, History
 from runner.core.record.storage import make_folder, write_json
@@ -133,7 +133,7 @@ class Debugger:
                 yield
         except Exception as error:
             failed = True
-            self._record_fault("exception", f"{path}: {type(error).__name__}: {error}", error)
+            self._record_fault("exception", f"{path}: {error_text(error)}", error)
             raise
         finally:
             self._add_call(path, self.totals.leave(), failed, peak)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from runner.core import fork_server
 from runner.core.config.composing import typed
 from runner.core.config.run_config import RunConfig
-from runner.core.errors import Interrupted
+from runner.core.errors import Interrupted, error_text
 from runner.core.masking import mask_secrets
 from runner.core.record.console import print_stdout, set_up_logging
 from runner.core.record.hydra_files import overrides_by_key
@@ -77,7 +77,7 @@ def measure_configurations(session: SweepSession, comparison: Comparison) -> boo
     except Interrupted:
         raise
     except Exception as error:
-        reason = escape_control_chars(mask_secrets(f"{type(error).__name__}: {error}"))
+        reason = escape_control_chars(mask_secrets(error_text(error)))
         log.warning("speeds are not measured: %s", reason)
         return False
 

@@ -45,7 +45,7 @@ def undisturbed(place: Path) -> Path:
     [
         ("+data.fault=shape", 2, "of shape [6], and in sample 37 of the same batch"),
         ("+data.fault=label", 2, "data: target of sample 37: 7 is not in 0 to 1"),
-        ("+data.fault=stop", 2, "data: sample 37: StopIteration"),
+        ("+data.fault=stop", 2, "data: sample 37: StopIteration; the traceback is in"),
         ("+data.fault=raises", 2, "data: sample 37: Unpicklable: sample 37 is unreadable"),
         ("+data.fault=empty", 2, "faulty.Data: 0 samples; training and validation need"),
         ("training.batch_size=500 data.drop_last=true", 2, "training.batch_size: 500 exceeds"),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.core.errors import error_text
 from runner.core.preserved_state import random_state
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class CaptureRecorder:
         try:
             return take_capture(self, run, step, kind, message, batch)
         except Exception as error:  # such as a full disk or broken device: the run continues
-            reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            reason = getattr(error, "strerror", None) or error_text(error)
             self.warn(f"step {step} not captured for job=replay: {reason}")
             return None
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from runner.core.data.collate import Nest, infer_sizes, label_key
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.user_dataset import UserDataset, find_collate, get_states
-from runner.core.errors import ConfigError, DataError, RunnerError, UsageError
+from runner.core.errors import ConfigError, DataError, RunnerError, UsageError, error_text
 from runner.core.interfaces.batch import Batch, Sizes, batch_size_of
 from runner.core.interfaces.nested import tensors, tree_map
 from runner.core.schemas.data import BadSamples, DataConfig
@@ -151,7 +151,7 @@ class StreamDataset(UserDataset):
 
     def translate(self, what: str, error: Exception) -> DataError:
         """Return the error of the user's code as one of ours, with its traceback."""
-        problem = f"data: {self.name}: {what}: {type(error).__name__}: {error}"
+        problem = f"data: {self.name}: {what}: {error_text(error)}"
         return DataError(f"{problem}\n{traceback.format_exc()}")
 
     def assemble_items(self, items: Sequence[Any], first: int) -> Batch:

@@ -24,7 +24,7 @@ from runner.core.data.order import mix, sample_seeds
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
 from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources
-from runner.core.errors import BadSample, ConfigError, DataError, RunnerError
+from runner.core.errors import BadSample, ConfigError, DataError, RunnerError, error_text
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import named_leaves, tree_map
@@ -192,7 +192,7 @@ class UserDataset(Dataset):
         except Exception as error:
             where = f"data: collate_fn of {self.name} fails from sample {rows[0]} on"
             trace = traceback.format_exc()
-            raise DataError(f"{where}: {type(error).__name__}: {error}\n{trace}") from error
+            raise DataError(f"{where}: {error_text(error)}\n{trace}") from error
 
     def _checked(self, inputs: Nest, target: Nest, rows: Sequence[int]) -> Batch:
         """Return the batch; BadSample for labels or ids out of range."""
@@ -220,7 +220,7 @@ class UserDataset(Dataset):
         except Exception as error:
             self._read_each(indices, seeds)  # raises the error of a bad sample, if there is one
             text = f"data: __getitems__ fails for {len(indices)} samples that __getitem__ can read"
-            raise DataError(f"{text}: {type(error).__name__}: {error}") from error
+            raise DataError(f"{text}: {error_text(error)}") from error
         if not isinstance(samples, list | tuple) or len(samples) != len(indices):
             kind = type(samples).__name__
             size = f" of {len(samples)}" if isinstance(samples, list | tuple) else ""
@@ -249,7 +249,7 @@ class UserDataset(Dataset):
         except RunnerError:
             raise
         except Exception as error:
-            problem = f"data: sample {index}: {type(error).__name__}: {error}"
+            problem = f"data: sample {index}: {error_text(error)}"
             if lacks_resources(error):
                 raise DataError(f"{problem}\n{traceback.format_exc()}") from error
             raise BadSample(batch_index, problem, f"\n{traceback.format_exc()}") from error

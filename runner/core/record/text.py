@@ -17,7 +17,7 @@ from traceback import walk_tb
 from types import FrameType, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from runner.core.errors import RunnerError
+from runner.core.errors import RunnerError, error_text
 from runner.core.masking import mask_secrets
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ def summarize_error(error: BaseException) -> str:
 def _name_error(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"user code called sys.exit({shorten(repr(error.code), 100)})"
-    return limit_length(" ".join(f"{type(error).__name__}: {error}".split()))
+    return limit_length(" ".join(error_text(error).split()))
 
 
 def _top_package(frame: FrameType) -> str:

@@ -31,7 +31,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import YAMLError
 from yaml.composer import ComposerError  # type: ignore[import-untyped]
 
-from runner.core.errors import ConfigError, RunnerError, SecurityError
+from runner.core.errors import ConfigError, RunnerError, SecurityError, error_text
 from runner.core.record.hydra_files import YAML_LOADER, YAML_VALUE_ERRORS, check_events
 from runner.core.schemas.security import NAME, SecurityConfig, SecurityLevel
 from runner.core.security import cli_overrides, secrets
@@ -166,7 +166,7 @@ class ConfigFileChecker:
         elif isinstance(error, RecursionError):
             fix = "a defaults list must not lead back to its own file; give the file another name"
         where = ", ".join(self.foreign_files) or "the command line"
-        return ConfigError(where, f"Hydra cannot compose it ({type(error).__name__}: {error})", fix)
+        return ConfigError(where, f"Hydra cannot compose it ({error_text(error)})", fix)
 
     def _read(self, source: Any, path: str, config_path: str) -> ConfigResult:
         """Check a foreign file as text, then parse the same text."""

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from runner.core.device import memory
+from runner.core.errors import error_text
 from runner.core.interfaces.batch import batch_size_of, largest_slice
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import Evidence, NotNeeded, RunBuilder
@@ -47,7 +48,7 @@ def _choose_micro_batch(config: Accumulation, builder: RunBuilder) -> tuple[int,
     except NotRestorable:
         raise
     except Exception as error:  # such as a model with a fixed batch size
-        return batch, f"{NO_ESTIMATE} ({type(error).__name__}: {error})"
+        return batch, f"{NO_ESTIMATE} ({error_text(error)})"
     budget = usable_bytes(builder, MEMORY_SHARE)
     sizes = (-(-batch // parts) for parts in range(1, batch + 1))
     size = next((size for size in sizes if fixed + size * per_sample <= budget), 1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from runner.core.errors import error_text
 from runner.core.interfaces.batch import batch_size_of
 from runner.core.interfaces.nested import DeferredLogits, find_logits
 from runner.core.interfaces.run import Run
@@ -51,7 +52,7 @@ def apply(config: ChunkedLoss, builder: RunBuilder) -> str | None:
             output = find_logits(model_calls.forward(builder, inputs))
             problem = "the output is another tensor"
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            output, problem = None, f"{type(error).__name__}: {error}"
+            output, problem = None, error_text(error)
     if not isinstance(output, DeferredLogits):
         return f"the model needs its full logits after the last layer: {problem}"
     defer_logits(layer, chunk)

@@ -17,6 +17,7 @@ from runner.core.errors import (
     ProcessLost,
     RestartRequired,
     StorageError,
+    error_text,
 )
 from runner.core.interfaces.batch import Batch
 from runner.core.interfaces.nested import describe
@@ -68,7 +69,7 @@ def capture_failed_step(run: Run, step: int, batch: Batch, error: Exception) -> 
     if process_lost or has_other_cause or is_out_of_memory(error) or is_device_error(error):
         return
     run.update.abandon()
-    message, capture = f"{type(error).__name__}: {error}", None
+    message, capture = error_text(error), None
     if run.captures is not None:
         capture = run.captures.take(run, step, "exception", message, batch)
         run.captures.log_capture()  # before the log line of the fault, which is the last

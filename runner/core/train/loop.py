@@ -20,6 +20,7 @@ from runner.core.errors import (
     RunnerError,
     StorageError,
     UsageError,
+    error_text,
 )
 from runner.core.execution.evaluation import evaluate
 from runner.core.findings import Choice
@@ -148,7 +149,7 @@ def _record_lost_device(run: Run) -> Iterator[None]:
     except Exception as error:
         if is_device_error(error):
             run.history.add(
-                "exception", f"{type(error).__name__}: {error}", step=run.progress.step + 1,
+                "exception", error_text(error), step=run.progress.step + 1,
                 category="code", severity="error", action="the run ends", error=error, say=False,
             )  # fmt: skip
             record_failure(run, summarize_error(error))

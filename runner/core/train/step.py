@@ -17,7 +17,7 @@ from runner.core.device.device_errors import (
     is_out_of_memory,
     suppress_device_errors,
 )
-from runner.core.errors import UsageError
+from runner.core.errors import UsageError, error_text
 from runner.core.interfaces.batch import Batch, batch_size_of, call_model, slice_rows
 from runner.core.interfaces.hook import Evaluation, Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
@@ -91,7 +91,7 @@ def _around_step(hook: Hook, run: Run) -> Iterator[None]:
             raise
     if failure is not None:
         name = f"{type(hook).__module__}.{type(hook).__qualname__}"
-        problem = f"swallowed an exception of the step ({type(failure).__name__}: {failure})"
+        problem = f"swallowed an exception of the step ({error_text(failure)})"
         raise UsageError(f"{name}.around {problem}; let it propagate") from failure
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from runner.core.errors import RunnerError
+from runner.core.errors import RunnerError, error_text
 from runner.core.interfaces.hook import Cost, Hook
 from runner.core.interfaces.run import Run
 from runner.core.record.storage import write_or_log
@@ -146,7 +146,7 @@ class DebugTool(Hook):
         """Record the first error; the tool rests from now on."""
         if self.failure:
             return
-        self.failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+        self.failure = error_text(error).partition("\n")[0]
         message, step = f"debug tool {self.name}: {self.failure}", run.progress.step
         history, action = run.history, "tool disabled, the run continues"
         history.add("tool_failed", message, step=step, category="code", action=action, error=error)

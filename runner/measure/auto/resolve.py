@@ -26,7 +26,7 @@ from runner.core.config.run_config import RunConfig, config_hash
 from runner.core.config.variants import without_side_effects
 from runner.core.data.loader import BatchLoader
 from runner.core.device.signals import InterruptHandler
-from runner.core.errors import RunnerError, WorkerFailure
+from runner.core.errors import RunnerError, WorkerFailure, error_text
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import call_model
 from runner.core.interfaces.run import Run
@@ -188,7 +188,7 @@ def _select_or_none(config: RunConfig, given: Components) -> SearchResult:
             raise  # it would end the run as well
         except Exception as error:  # the run will hit the same error, if it is not auto's own
             log.error("optimization=auto failed", exc_info=error, extra={"live": True})
-            problem = f"{type(error).__name__}: {error}"
+            problem = error_text(error)
     return SearchResult(reason=f"nothing could be measured: {problem}")
 
 
@@ -323,7 +323,7 @@ def read_cache(path: Path) -> SearchResult | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = escape_control_chars(f"{type(error).__name__}: {error}")
+        reason = escape_control_chars(error_text(error))
         log.warning("%s is damaged and not used (%s); measuring again", path, reason)
         return None
 

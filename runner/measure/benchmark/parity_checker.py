@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.core.config.run_config import RunConfig
-from runner.core.errors import UsageError, WorkerFailure
+from runner.core.errors import UsageError, WorkerFailure, error_text
 from runner.core.security.child_process import EXIT_TIMEOUT_S, ChildContext, RequestProcess
 from runner.core.security.pickle_transfer import pickle_parts, unpickle_parts
 from runner.measure.benchmark.arms import Arm, requests_techniques
@@ -100,7 +100,7 @@ def _judge_requests(child: ChildContext, payload: bytes) -> None:
                 references.append(reference)
             answer: tuple[str | None, str] = _judge_arm(cached or reference, **request)
         except Exception as error:
-            answer = None, f"could not be judged: {type(error).__name__}: {error}"
+            answer = None, f"could not be judged: {error_text(error)}"
         child.pipe.send(answer)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.config.groups import without_arguments
-from runner.core.errors import StorageError, UsageError
+from runner.core.errors import StorageError, UsageError, error_text
 from runner.core.record.hydra_files import SWEEP, overrides_by_key, read_yaml
 from runner.core.record.storage import read_record, write_or_log
 from runner.core.record.summary import FINISHED_STATUSES
@@ -90,7 +90,7 @@ class Sweep:
         except FileNotFoundError:
             raise StorageError(f"{path}: does not exist") from None
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise StorageError(f"{path}: damaged ({type(error).__name__}: {error})") from error
+            raise StorageError(f"{path}: damaged ({error_text(error)})") from error
 
 
 def utc_now() -> str:
