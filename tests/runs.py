@@ -75,13 +75,16 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     from torch import Tensor, equal  # only now: most sessions of a few tests never need it
 
     if isinstance(one, dict) and isinstance(other, dict):
-        pairs = [(one.get(k), other.get(k), f"{path}.{k}") for k in one | other]
+        if one.keys() != other.keys():
+            return [f"{path}.{key}" for key in one.keys() ^ other.keys()]
+        pairs = [(one[key], other[key], f"{path}.{key}") for key in one]
     elif isinstance(one, list | tuple) and len(one) == len(other):
         pairs = [(a, b, f"{path}[{i}]") for i, (a, b) in enumerate(zip(one, other, strict=True))]
     elif isinstance(one, Tensor):
         return [] if isinstance(other, Tensor) and equal(one, other) else [path]
     else:
-        return [] if one == other or (one != one and other != other) else [path]
+        same = type(one) is type(other) and (one == other or (one != one and other != other))
+        return [] if same else [path]
     return [name for pair in pairs for name in differences(*pair)]
 
 

@@ -30,7 +30,10 @@ TIME_FORMATS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 DATE_EXAMPLES = "2024-05-31, 31/05/2024, 05/31/2024, 31.05.2024, 2024/05/31 and May 31, 2024"
 FORMAT_SAMPLE = 100  # texts from which candidate formats are chosen
 MAX_DATE_CHARS = 40
-OTHER_DAYS = (*(form.replace("Y", "y") for form in DATE_FORMATS), "%d/%b/%Y", "%Y-%m", "%m/%Y")
+OTHER_DAYS = (
+    *("%Y-%m-%d", *(form.replace("Y", "y") for form in DATE_FORMATS)),
+    *("%d/%b/%Y", "%Y-%m", "%m/%Y"),
+)  # those of ISO are read whatever the format
 OTHER_TIMES = (
     *("%Y-%m-%d %H:%M:%S UTC", "%a %b %d %H:%M:%S %Y", "%a, %d %b %Y %H:%M:%S %z"),
     *("%d/%b/%Y:%H:%M:%S %z", "%H:%M", "%H:%M:%S"),

@@ -495,7 +495,9 @@ class TableProblems:
                 ways.append(f"read such cells as missing values with {override}")
         if self.gaps:
             ways.append(f"fill missing values with {MISSING_KEY}=mean")
-        rows = ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, self.gaps))
+        most_gaps = self.config.most_bad * self.total  # if more, few rows would be left
+        gaps = self.gaps if len(self.gaps) <= most_gaps else ()
+        rows = ((BAD_SAMPLES_KEY, self.bad), (MISSING_KEY, gaps))
         keys = [f"{key}=drop" for key, bad in rows if bad and not self.drops[key]]
         if share > self.config.most_bad:
             keys.append(f"data.most_bad={math.ceil(100 * share) / 100:g}")

@@ -39,7 +39,7 @@ PARQUET_NAMES = (".parquet", ".pq")
 PARQUET_BATCH_ROWS = 1 << 17  # decoded at a time
 BLOCK_BYTES = 1 << 22  # of csv that are parsed at a time: fewer, larger pieces are freed faster
 NUMBER_BYTES = 4  # of memory for a number
-MEMORY_PER_BYTE = 8  # most bytes of memory per byte of csv: "," becomes a number
+MEMORY_PER_BYTE = 4  # most bytes of memory per byte of csv: "," becomes a number
 SAMPLE_BYTES = 1 << 20  # of csv, from which its memory is estimated; bytes that are never too many
 MAX_ROW_BYTES = 2**31 - 1
 HEADER_BYTES = 1 << 26  # a line of the header is shorter
@@ -397,11 +397,14 @@ class _CsvFile:
         )
         convert = _convert_options(self, selected, self.rules)
         try:
-            return float(csv.read_csv(BufferReader(sample), read, parse, convert).nbytes) / len(
-                sample
-            )
+            table = csv.read_csv(BufferReader(sample), read, parse, convert)
         except ArrowInvalid:
             return 1.0
+        needed = (
+            column.nbytes if is_text(cell_type(column)) else NUMBER_BYTES * len(column)
+            for column in table.columns
+        )
+        return sum(needed) / len(sample)
 
     def _read_header(self, file: io.BufferedReader, config: CsvFormat) -> bytes:
         """Read and return the header, without a byte order mark; find the separator."""
@@ -433,10 +436,12 @@ class _CsvFile:
             # bytes since a line break, or since a separator in a line longer than a part
             end = -1 if b"\n" in part else part.rfind(separator)
             cell_bytes = 0 if b"\n" in part else len(part) - 1 - end + cell_bytes * (end < 0)
+            line = f"line {self.first_line + self.lines:,}"
+            if cell_bytes > MAX_ROW_BYTES:
+                problem = "is longer than 2 GB, the most that can be read"
+                raise DataError(f"{self.path}: {line} {problem}")
             if cell_bytes > most_bytes and finds_codes:  # data=text cuts its texts
-                raise long_cell_error(
-                    self.path, f"line {self.first_line + self.lines:,}", self.config
-                )
+                raise long_cell_error(self.path, line, self.config)
             self.lines += part.count(b"\n")
             self.quotes += part.count(b'"') if b'"' in part else 0  # `in` is faster
             if finds_codes and not self.has_codes:

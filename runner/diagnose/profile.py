@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,13 @@ from runner.core.device.memory import peak_memory as peak_memory
 from runner.core.format import count_noun, share, size
 from runner.core.interfaces.batch import Inputs, call_model
 from runner.core.interfaces.nested import tensors
-from runner.core.preserved_state import exclusive_random_state, large_parameters, preserve_state
+from runner.core.preserved_state import (
+    NotRestorable,
+    exclusive_random_state,
+    large_parameters,
+    preserve_state,
+)
+from runner.core.techniques.cost import count_flops
 from runner.core.techniques.flops import DTYPE_NAMES, PeakFlops, peak_flops
 from runner.core.techniques.model_calls import enter_contexts
 from runner.core.techniques.probe import saved_bytes
@@ -178,7 +184,10 @@ def profile_model(
 
 
 def _count_flops(call: Callable[[], Any], grad: bool) -> int:
-    """Return the FLOP of a call (a multiply-add is two), uncompiled, by torch's counter."""
+    """Return the FLOP of a call (a multiply-add is two), uncompiled, by torch's counter.
+
+    Without a backward also by ours, which knows recurrent layers and products with vectors.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -189,7 +198,11 @@ def _count_flops(call: Callable[[], Any], grad: bool) -> int:
         FlopCounterMode(display=False) as counter,
     ):
         call()
-    return int(counter.get_total_flops())
+    flop = int(counter.get_total_flops())
+    if not grad:
+        with suppress(NotRestorable):
+            flop = max(flop, count_flops(call)[0])
+    return flop
 
 
 def _product_dtype(module: nn.Module, device: Device) -> torch.dtype:

@@ -175,6 +175,10 @@ def test_a_format_is_proposed_for_dates_that_are_not_read(cell: str, form: str) 
     assert guess_form([cell]) == form
 
 
+def test_no_other_format_is_proposed_where_half_of_the_cells_are_iso_dates() -> None:
+    assert guess_form(["2024-05-02", "week 3 of 2024"] * 20) == "%Y-%m-%d"
+
+
 def test_declared_date_formats_are_read_as_iso_dates_are(tmp_path: Path) -> None:
     days = [np.datetime64("2021-01-31") + 3 * i for i in range(ROWS)]
     apache = [f"{day.item():%d/%b/%Y:12:30:00 +0200}" for day in days]

@@ -111,6 +111,34 @@ def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
     assert source.inputs[:3].argmax(1).tolist() == [2, 1, 0]
 
 
+def test_numbers_with_signs_are_numbers_only_if_they_are_declared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    amounts = [round(age) + 2 for age in numbers()]
+    columns: Columns = {
+        "price": [f"{amount} €" for amount in amounts],
+        "paid": [f"$ {amount}.25" if amount % 2 else f"-${amount}.25" for amount in amounts],
+        "share": [None, *(f"{amount / 4}%" for amount in amounts[1:])],
+        "area": [f"{amount % 9 + 1} 0{amount}" for amount in amounts],
+    }
+    path = write(tmp_path / "a.csv", columns)
+    plain = opened(path)
+    assert all(column.values for column in plain.columns)
+    for name in columns:
+        assert f"'+data.types={{{name}: number}}'" in caplog.text
+    declared: Any = {"types": dict.fromkeys(columns, ColumnType.number)}
+    source = opened(path, **declared)
+    price, paid, share, *_, area = source.columns
+    seen = np.array(amounts)[source.train]
+    assert price.mean == pytest.approx(seen.mean())
+    assert paid.mean == pytest.approx(np.where(seen % 2, seen + 0.25, -seen - 0.25).mean())
+    assert share.name == "share" and share.deviation == pytest.approx(seen.std() / 4, rel=0.01)
+    assert area.mean == pytest.approx((1000 * (seen % 9 + 1) + seen).mean())
+    assert "without its unit, '€'" in chosen(source, "data.types")
+    answer = applied(source, write(tmp_path / "b.csv", {n: c[:2] for n, c in columns.items()}))
+    assert answer.inputs.tolist() == source.inputs[:2].tolist()
+
+
 # -- missing values --------------------------------------------------------------------------------
 
 

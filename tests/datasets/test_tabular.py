@@ -135,6 +135,9 @@ def test_more_bad_rows_than_the_stated_share_are_an_error(tmp_path: Path) -> Non
     assert told.value == "60 of 100 left out" and told.is_notice
     with pytest.raises(DataError, match="no row is without a missing value"):
         opened(write(tmp_path, *["9,NA,red,yes", "9,,red,no"] * 20), missing=Missing.drop)
+    path = write(tmp_path, *["9,NA,red,yes", "9,,red,no"] * 20)
+    with pytest.raises(DataError, match="with data.missing=mean$"):  # drop would leave none
+        opened(path, missing=Missing.error)
     with pytest.raises(ConfigError, match=r"data.most_bad: must be > 0 and < 1, got 1.0"):
         dropped(path, most_bad=1.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from math import inf, prod
 from typing import Any
@@ -39,12 +39,19 @@ def forward_cost(builder: RunBuilder) -> ForwardCost:
     """
     if builder.forward_cost is None:
         try:
-            builder.forward_cost = _count_flop(builder, SAMPLES)
+            builder.forward_cost = _count_any_flop(builder)
         except NotRestorable as error:
             builder.forward_cost = ForwardCost(inf, 1, str(error))
-        except Exception:  # such as a model with a fixed batch size
-            builder.forward_cost = _count_flop(builder, builder.micro_batch)
     return builder.forward_cost
+
+
+def _count_any_flop(builder: RunBuilder) -> ForwardCost:
+    try:
+        return _count_flop(builder, SAMPLES)
+    except NotRestorable:
+        raise
+    except Exception:  # such as a model with a fixed batch size
+        return _count_flop(builder, builder.micro_batch)
 
 
 def _count_flop(builder: RunBuilder, samples: int) -> ForwardCost:
@@ -144,13 +151,16 @@ def step_seconds(builder: RunBuilder) -> float:
 def count_flops(call: Callable[[], Any]) -> tuple[int, int]:
     """Return FLOP (a multiply-add is two) and number of products of a forward, uncompiled.
 
-    Counted from the arguments of the functions in `FLOP_FORMULAS` that Python calls. Torch's own
-    counter sees all operators and backward passes, but takes 2 s to import.
+    Counted from the arguments of the functions in `FLOP_FORMULAS` that Python calls; NotRestorable
+    if a formula does not fit one of them. Torch's own counter sees all operators and backward
+    passes, but takes 2 s to import.
     """
     compiled = "torch._dynamo" in sys.modules
     uncompiled = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     with uncompiled, torch.no_grad(), _ProductCounter() as counter:
         call()
+    if counter.unknown:
+        raise NotRestorable(f"the FLOP of {counter.unknown} cannot be counted")
     return counter.flop, counter.products
 
 
@@ -185,21 +195,32 @@ def _recurrent_flop(args: Sequence[Any], out: Any) -> int:
 
 
 def _einsum_flop(args: Sequence[Any], out: Tensor) -> int:
-    terms = str(args[0]).replace(" ", "").partition("->")[0].split(",")
-    sizes: dict[str, int] = {}
-    for term, operand in zip(terms, args[1:], strict=True):
-        first, dots, last = term.partition("...")
+    """Operands are multiplied one after the other, with the indices that are still needed."""
+    operands = args[1] if isinstance(args[1], list | tuple) else args[1:]
+    inputs, arrow, kept = str(args[0]).replace(" ", "").replace("...", ".").partition("->")
+    terms, sizes = inputs.split(","), dict[str, int]()
+    for term, operand in zip(terms, operands, strict=True):
+        first, dots, last = term.partition(".")
         sizes |= zip(first, operand.shape, strict=False)
         sizes |= zip(reversed(last), reversed(operand.shape), strict=False)
         if dots:
             shared = operand.shape[len(first) : operand.dim() - len(last)]
-            sizes[dots] = max(sizes.get(dots, 1), prod(shared))
-    return 2 * prod(sizes.values())
+            sizes["."] = max(sizes.get(".", 1), prod(shared))
+    if not arrow:
+        kept = "".join(index for index in sizes if index == "." or inputs.count(index) == 1)
+    flop, product = 0, {*terms[0]}
+    for number, term in enumerate(terms[1:], start=2):
+        indices = product | {*term}
+        flop += 2 * prod(sizes[index] for index in indices)
+        product = indices & {*kept, *"".join(terms[number:])}
+    return flop
 
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
-    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _matmul_flop(0)),
+    **dict.fromkeys(
+        ("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot", "inner"), _matmul_flop(0)
+    ),
     **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _matmul_flop(1)),
     **{f"conv{n}d": lambda args, out: _convolution_flop(out, args[1]) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": lambda args, _: _convolution_flop(*args[:2]) for n in (1, 2, 3)},
@@ -208,23 +229,31 @@ FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
     **{f"{name}{cell}": _recurrent_flop for name in RECURRENT for cell in ("", "_cell")},
     "einsum": _einsum_flop,
 }
+UNKNOWN_FLOP = {"bilinear", "cdist", "chain_matmul", "linalg_multi_dot", "tensordot"}
+OPERANDS = ("input", "query", "key", "value", "weight", "mat2", "other", "vec", "tensor")
+"""Names of the arguments of functions with a formula, in their order."""
 
 
 class _ProductCounter(TorchFunctionMode):
-    """Counts functions called from Python."""
+    """Counts functions called from Python; `unknown` is one whose FLOP are not known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flop = self.products = 0
+        self.unknown = ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         result, name = func(*args, **kwargs), getattr(func, "__name__", "")
-        if name in FLOP_FORMULAS:
-            # a call that a formula does not fit is left out: counts are for rules and estimates
-            with suppress(AttributeError, IndexError, TypeError, ValueError):
-                self.flop += FLOP_FORMULAS[name]([*args, *kwargs.values()], result)
+        if name in UNKNOWN_FLOP:
+            self.unknown = name
+        elif name in FLOP_FORMULAS:
+            operands = [*args, *(kwargs[name] for name in OPERANDS if name in kwargs)]
+            try:
+                self.flop += FLOP_FORMULAS[name](operands, result)
                 self.products += 1
+            except (AttributeError, IndexError, TypeError, ValueError):
+                self.unknown = name
         return result

@@ -6,7 +6,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from statistics import median
 from typing import Any
@@ -89,6 +89,7 @@ class GradientsTool(DebugTool):
         """Return all rows and counts."""
         return {
             "rows": [list(self.layer_rows), list(self.unit_rows)],
+            "layers": [asdict(layer) for layer in self.layers],
             "norms": {name: list(norms) for name, norms in self.norm_history.items()},
             "vanishing": self.vanishing_counts,
             "untrained": self.untrained,
@@ -100,6 +101,8 @@ class GradientsTool(DebugTool):
         """Continue the rows and counts."""
         self.layer_rows.extend(state["rows"][0])
         self.unit_rows.extend(state["rows"][1])
+        rows = state["layers"]
+        self.layers = [Layer(**{**row, "state": LayerState(row["state"])}) for row in rows]
         norms, faulty = state["norms"].items(), state["faulty"].items()
         self.norm_history = {name: deque(values, NORM_HISTORY) for name, values in norms}
         self.vanishing_counts, self.untrained = Counter(state["vanishing"]), state["untrained"]

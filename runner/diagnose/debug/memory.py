@@ -131,6 +131,7 @@ class MemoryTool(DebugTool):
         breakdown = measure_breakdown(run, saved)
         breakdown.peak = peak.on_device - peak.on_device_before
         self.inspections += 1
+        self.object_counts = self.object_counts or count_objects()
         self.breakdown, self.micro_batch = breakdown, run.micro_batch
         self.next_inspection = max(2 * breakdown.step // self.every, 1) * self.every
         totals = {part: breakdown.total(part) / MIB for part in PARTS}

@@ -239,9 +239,11 @@ class ProfileTool(DebugTool):
                     yield
             finally:
                 collected_s = perf_counter() - start_time
-                if self.window is not None:
-                    self._close_window(run, self.window)
-                self._write_results(run, collected_s)
+                try:
+                    if self.window is not None:
+                        self._close_window(run, self.window)
+                finally:  # other code may have ended the profiler
+                    self._write_results(run, collected_s)
 
     def on_step(self, run: Run, step: Step) -> None:
         """Start the window, count its steps, end it; without synchronisation."""
@@ -274,20 +276,25 @@ class ProfileTool(DebugTool):
         self.window, self.next_step = None, math.inf
         run.stopwatch.inspects_next = False
         start = perf_counter()
-        window.stop()
-        if window.recorded:
-            self.trace_start, self.trace_steps = window.first, window.recorded
-            trace = read_trace(window.profiler, window.recorded)
-            self.operators, self.modules = trace.operators, trace.modules
-            if trace.kernel_seconds and window.seconds:
-                self.busy = min(1.0, trace.kernel_seconds / window.seconds)
-            self._export_trace(run, window)
-        for phase, seconds in run.stopwatch.phase_seconds.items():
-            # the stopwatch may have been reset since
-            self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
-        self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
+        try:
+            window.stop()
+            if window.recorded:
+                self._read_window(run, window)
+        finally:
+            for phase, seconds in run.stopwatch.phase_seconds.items():
+                # the stopwatch may have been reset since
+                self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
+            self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
         self._update_verdicts(run)
         self.inspections += 1
+
+    def _read_window(self, run: Run, window: ProfilerWindow) -> None:
+        self.trace_start, self.trace_steps = window.first, window.recorded
+        trace = read_trace(window.profiler, window.recorded)
+        self.operators, self.modules = trace.operators, trace.modules
+        if trace.kernel_seconds and window.seconds:
+            self.busy = min(1.0, trace.kernel_seconds / window.seconds)
+        self._export_trace(run, window)
 
     def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
         if run.folder is None:

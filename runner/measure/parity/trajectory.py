@@ -22,6 +22,7 @@ from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.models import modes
 from runner.core.models.modes import enter_training
+from runner.core.preserved_state import NotRestorable
 from runner.core.techniques.cost import count_flops
 from runner.core.train.step import forward_backward, make_step
 from runner.measure.parity.numerics import perturb_weights, to_fp64
@@ -384,8 +385,8 @@ def step_flops(run: Run) -> float:
     inputs, target = run.train.at(run.progress.step)
     sample = slice_rows(inputs, slice(0, 1))
     forward_flops = 0
-    # fails for a model with a fixed batch size
-    with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):
+    # fails for a model with a fixed batch size, or functions without a formula
+    with suppress(RuntimeError, NotImplementedError, TypeError, ValueError, NotRestorable):
         with modes.evaluation_mode(run.model):  # keeps statistics, allows a single sample
             forward_flops, _ = count_flops(lambda: call_model(run.forward, sample))
     return 3.0 * batch_size_of(target) * max(forward_flops, 2 * _weights(run))

@@ -114,6 +114,12 @@ def test_what_is_no_metric_or_returns_no_number_is_one_line(metric: Any, says: s
         value(metric, THREE, torch.zeros(5, 4), torch.zeros(5, dtype=torch.long), [5])
 
 
+@pytest.mark.parametrize("metric", [_Needy, type("Empty", (), {}), lambda output: 0.0])
+def test_what_cannot_be_called_as_a_metric_is_refused_before_it_is_used(metric: Any) -> None:
+    with pytest.raises(ConfigError, match="^objective.metrics: "):
+        build_user_metrics(["mine.metric"], THREE, lambda *_: metric)
+
+
 class _Misspelt(my_package.Spread):
     def update(self, output: Tensor, target: Tensor) -> None:
         self.no_such_name.append(output)

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from runner.core.interfaces.batch import call_model
+from runner.core.preserved_state import NotRestorable
 from runner.core.techniques.cost import count_flops
 from tests import runs
 
@@ -49,6 +50,8 @@ def test_our_models_cost_what_torchs_counter_says(model: str) -> None:
         lambda: F.scaled_dot_product_attention(
             torch.rand(2, 3, 8, 16), torch.rand(2, 3, 12, 16), torch.rand(2, 3, 12, 16)
         ),
+        lambda: F.conv2d(weight=torch.rand(8, 6, 3, 3), input=torch.rand(2, 6, 9, 9)),
+        lambda: torch.inner(torch.rand(5, 4), torch.rand(3, 4)),
     ],
 )
 def test_a_product_costs_what_torchs_counter_says(operation: Callable[[], Any]) -> None:
@@ -66,8 +69,10 @@ def test_a_product_costs_what_torchs_counter_says(operation: Callable[[], Any]) 
         lambda: nn.LSTMCell(4, 5)(torch.rand(2, 4)),
         lambda: torch.einsum("ij,jk->ik", torch.rand(5, 4), torch.rand(4, 3)),
         lambda: torch.einsum("b...hi,b...ih->b...", torch.rand(2, 3, 4, 5), torch.rand(2, 3, 5, 4)),
+        lambda: torch.einsum("bd,de,ef->bf", torch.rand(2, 4), torch.rand(4, 5), torch.rand(5, 6)),
+        lambda: torch.einsum("bd,de", [torch.rand(2, 4), torch.rand(4, 5)]),
     ],
-    ids=["encoder", "attention", "packed gru", "cell", "einsum", "einsum with dots"],
+    ids=["encoder", "attention", "packed gru", "cell", "einsum", "dots", "chain", "list"],
 )
 def test_a_function_with_products_inside_costs_what_torchs_counter_says(
     operation: Callable[[], Any],
@@ -81,3 +86,8 @@ def test_an_lstm_which_torchs_counter_misses_on_a_cpu_multiplies_each_weight_at_
     layer = nn.LSTM(4, 5, num_layers=2, bias=False)
     weights = sum(weight.numel() for weight in layer.parameters())
     assert count_flops(lambda: layer(torch.rand(3, 2, 4))) == (2 * 3 * 2 * weights, 1)
+
+
+def test_a_call_without_a_formula_is_not_taken_for_free() -> None:
+    with pytest.raises(NotRestorable, match="the FLOP of linalg_multi_dot cannot be counted"):
+        count_flops(lambda: torch.linalg.multi_dot([torch.rand(2, 3), torch.rand(3, 4)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,14 @@ def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
     assert "operators a step" in findings["profile"] or "of the operators" in findings["profile"]
     assert findings["gradcheck"].endswith(", 0 wrong")
     assert findings["anomaly"].startswith("no NaN or Inf")
+
+
+def test_a_resumed_run_draws_the_last_inspection_though_none_follows(tmp_path: Path) -> None:
+    typed = [*runs.TABLE, "debug=gradients", "debug.every=5", "training.steps=9",
+             "checkpoint.every=2", "checkpoint.resume=auto"]  # fmt: skip
+    with suppress(runs.Killed):
+        runs.trained(*typed, folder=tmp_path, hooks=[runs.AtSteps(7, runs.kill)])
+    picture = tmp_path / "debug/plots/gradient_flow.png"
+    picture.unlink(missing_ok=True)  # a killed process draws none
+    runs.trained(*typed, folder=tmp_path)
+    assert picture.exists()

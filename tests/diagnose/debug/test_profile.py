@@ -21,6 +21,7 @@ from runner.core.interfaces.run import Run
 from runner.core.schemas.debug import DebugConfig
 from runner.diagnose.debug.module_times import is_operator, operator_name
 from runner.diagnose.debug.profile import (
+    ProfilerWindow,
     ProfileTool,
     StepMeasurements,
     find_bottlenecks,
@@ -246,6 +247,31 @@ def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
     wide = "model=mlp model.width=1536 training.batch_size=256 optimizer=sgd device=cuda".split()
     tool, _, _ = profiled(*wide, FUSED, folder=tmp_path)
     assert 0 < (tool.busy or 0) <= 1 and tool.operators[0]["seconds"] > 0
+
+
+def test_a_device_that_works_for_half_of_a_window_is_half_busy() -> None:
+    row = SimpleNamespace(
+        key="sgemm", device_type=DeviceType.CUDA, is_user_annotation=False, count=1,
+        self_device_time_total=6000,
+    )  # fmt: skip
+    profiler: Any = SimpleNamespace(key_averages=lambda: [row], events=list)
+    window: Any = SimpleNamespace(profiler=profiler, recorded=1, first=4, seconds=0.012)
+    tool, run = object.__new__(ProfileTool), SimpleNamespace(folder=None)
+    tool._read_window(run, window)  # type: ignore[arg-type]
+    assert tool.busy == pytest.approx(0.5)
+
+
+def test_a_window_that_cannot_be_closed_costs_its_operators_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(window: ProfilerWindow) -> None:
+        raise RuntimeError("no profiler is active")
+
+    monkeypatch.setattr(ProfilerWindow, "stop", stop)
+    _, summary, _ = profiled("training.steps=6", "debug.profile.steps=30", folder=tmp_path)
+    assert summary.status == "done" and runs.faults(tmp_path, "tool_failed")
+    assert (tmp_path / "debug/profile.md").exists()
+    assert (tmp_path / "debug/profile.json").exists()
 
 
 def profiler_row(key: str, kind: Any = DeviceType.CPU, is_range: bool = False) -> Any:
