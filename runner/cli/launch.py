@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from runner.scale.sweep.state import SweepSession
 
 log = logging.getLogger("runner")
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a write, which names no file
 BEFORE_BUILD = {hydra_files.FOLDER, LOG, LOCK}
 """Files in a run's folder before the run is built."""
 QUIET_LEVELS = ("warning", "error")  # of monitoring.log_level: no end table
@@ -173,11 +175,12 @@ def _translate_errors(request: Request, results: JobResults) -> Iterator[None]:
             raise StorageError(WORKING_FOLDER_REMOVED) from error
         if error.filename is None and request.flags.cfg:
             raise StorageError(f"stdout cannot be written: {reason}") from error
-        if error.filename is None:
+        if error.filename is None and error.errno not in FULL_DISK:
             text, file, number = describe_error(error)
             raise StorageError(f"{text} ({file}:{number})") from error
         fix = f"set another folder: {key}=/path/to/folder"
-        raise StorageError(f"{key}: {error.filename}: {reason}; {fix}") from error
+        place = "" if error.filename is None else f"{error.filename}: "
+        raise StorageError(f"{key}: {place}{reason}; {fix}") from error
 
 
 def hydra_context(config: DictConfig) -> HydraContext:

@@ -130,6 +130,7 @@ def preserve_state(
     an iterator without a copy or an open file can be reached. With `is_data` the roots are data
     sets: large tensors and the items of large containers are taken for samples, not state.
     """
+    _free_gathered_weights(roots)
     snapshot = _StateSnapshot(roots, safe, is_data)
     if complete and snapshot.opaque:
         raise NotRestorable(f"it holds {snapshot.opaque[0]}, whose state cannot be restored")
@@ -137,9 +138,19 @@ def preserve_state(
         try:
             yield
         finally:
+            _free_gathered_weights(roots)
             with torch.no_grad():
                 for restore in snapshot.restorers:
                     restore()
+
+
+def _free_gathered_weights(roots: Iterable[object]) -> None:
+    """Have FSDP put its shards back into the modules, which it would else take for gathered."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    models = (root for root in roots if fsdp is not None and isinstance(root, nn.Module))
+    for module in (module for model in models for module in model.modules()):
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 class _StateSnapshot:

@@ -208,10 +208,9 @@ def test_a_signal_to_the_group_ends_all_with_a_checkpoint(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
     started = runs.start(tmp_path / "run", "0:forward:hang:6", "distributed.timeout_s=300")
-    started.wait_for("checkpoints/step_00000004")
+    wait_until((tmp_path / "run-once/0_forward_hang_6").exists, started.process)
     started.send(signal.SIGINT)
-    started.wait_for("run.log")
-    wait_until(lambda: "once more" in started.log(0), started.process)
+    wait_until(lambda: "again to stop at once" in started.log(0), started.process)
     started.send(signal.SIGINT)
     assert started.end(20).code == 130
     assert started.left() == []

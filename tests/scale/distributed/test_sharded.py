@@ -201,3 +201,25 @@ def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(
 def test_what_needs_whole_weights_is_refused_by_its_key(override: str, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         runs.config("distributed=fsdp", override)
+
+
+PRESERVED = """
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from runner.core.preserved_state import preserve_state
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+fully_shard(model, mesh=distributed.init_device_mesh("cpu", (1,)))
+x = torch.rand(5, 4)
+with preserve_state(model, device=torch.device("cpu")):
+    before = model(x)
+after = model(x)
+after.sum().backward()
+print(torch.equal(after, before), model[0].weight.grad is not None)
+distributed.destroy_process_group()
+"""
+
+
+def test_a_sharded_model_trains_after_its_state_was_preserved() -> None:
+    assert runs.printed_by(PRESERVED).split() == ["True", "True"]
