@@ -421,7 +421,6 @@ PROCESSES: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "job of ranks": (["-m", "seed=1", *RANKS, FAILING], (7,)),
     "benchmark": ([*ARMS, "benchmark.parity=true"], (0, 7)),
     "failing arms": ([*ARMS, FAILING], (7,)),
-    "failing arms of ranks": ([*ARMS, *RANKS, FAILING], (7,)),
     "verified ranks": (["job=verify", "verify.what=resume", *RANKS, FAILING], (1,)),
     "data workers": (["data.workers=2", *[f"+{one}" for one in ROWS[1:]], ROWS[0]], (2,)),
 }  # fmt: skip
