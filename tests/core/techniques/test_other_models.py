@@ -60,9 +60,7 @@ def test_a_hugging_face_model_goes_through_every_level(model: list[str], level: 
     rows = requested(runs.trained(*model, STEPS, f"optimization={level}", by_rule))
     if level == "ultra":
         assert rows["whole_step"].engaged, rows["whole_step"].reason
-        row = rows["attention"]
-        # dropout rules the fused kernels out on a CPU, so each of both layers has six products
-        assert row.engaged and row.evidence["ran"] == {"bmm": 12}, (row.reason, row.evidence)
+        assert rows["attention"].reason.startswith("kernel default: torch's choice")
 
 
 @runs.needs_compiler
