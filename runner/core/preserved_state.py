@@ -147,7 +147,7 @@ def preserve_state(
 def _free_gathered_weights(roots: Iterable[object]) -> None:
     """Have FSDP put its shards back into the modules, which it would else take for gathered."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    models = (root for root in roots if fsdp is not None and isinstance(root, nn.Module))
+    models = [root for root in roots if isinstance(root, nn.Module)] if fsdp else []
     for module in (module for model in models for module in model.modules()):
         if isinstance(module, fsdp.FSDPModule):
             module.reshard()

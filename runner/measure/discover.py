@@ -21,7 +21,7 @@ from runner.core.record.hydra_files import (
     read_flat_config,
     recorded_overrides,
 )
-from runner.core.record.storage import read_json
+from runner.core.record.json_records import read_json
 from runner.core.record.summary import SUMMARY_FILE, Summary
 from runner.core.schemas.data import LOADING_KEYS
 from runner.core.schemas.models import ObjectiveConfig

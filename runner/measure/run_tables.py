@@ -12,6 +12,7 @@ from runner.core.errors import StorageError, UsageError
 from runner.core.format import count_noun, short_path
 from runner.core.record.history import HISTORY_FILE
 from runner.core.record.hydra_files import CONFIG
+from runner.core.record.json_records import read_json
 from runner.core.record.storage import (
     LONGEST_ROW,
     METRICS,
@@ -20,7 +21,6 @@ from runner.core.record.storage import (
     link_refusal,
     make_folder,
     open_regular,
-    read_json,
     remove_file,
     rename,
     write_file,

@@ -34,7 +34,6 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0)  # 0: links are looked for before and aft
 FOLDER_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 NO_WAIT = os.O_NONBLOCK  # for pipes; no effect on files
 MAX_RECORD_BYTES = 2**28  # bytes of a record that is read at once; ours have thousands
-MAX_DEPTH = 50  # nesting accepted in a JSON record; ours have five levels
 OLD_PREFIX = ".old-"  # prefix of a folder's name while it is replaced
 
 
@@ -336,21 +335,6 @@ def read_record(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> bytes:
         if os.fstat(file.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, f"has more than {max_bytes:,} bytes", str(path))
         return file.read()
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON record; None if it is damaged or nested deeper than `MAX_DEPTH`."""
-    try:
-        tree = json.loads(read_record(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return tree if _is_shallow(tree, MAX_DEPTH) else None
-
-
-def _is_shallow(value: Any, levels: int) -> bool:
-    value = [*value.values()] if isinstance(value, dict) else value
-    children = value if isinstance(value, list) else ()
-    return levels > 0 and all(_is_shallow(item, levels - 1) for item in children)
 
 
 def read_file(path: Path) -> bytes:

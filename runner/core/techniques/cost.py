@@ -182,9 +182,8 @@ def _attention_flop(args: Sequence[Any], out: Tensor) -> int:
 def _multi_head_flop(args: Sequence[Any], out: Any) -> int:
     """Projections of query, key, value and output, and the attention itself."""
     query, key, value = args[:3]  # [length, …, width]
-    width = query.shape[-1]
-    projections = 2 * width * (2 * query.numel() + key.numel() + value.numel())
-    return int(projections + 4 * query.numel() * key.shape[0])
+    rows = 2 * query.numel() + key.numel() + value.numel()
+    return int(2 * query.shape[-1] * rows + 4 * query.numel() * key.shape[0])
 
 
 def _recurrent_flop(args: Sequence[Any], out: Any) -> int:
@@ -216,22 +215,20 @@ def _einsum_flop(args: Sequence[Any], out: Tensor) -> int:
     return flop
 
 
-RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 FLOP_FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
-    **dict.fromkeys(
-        ("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot", "inner"), _matmul_flop(0)
-    ),
+    **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm", "mv", "dot"), _matmul_flop(0)),
+    "inner": _matmul_flop(0),
     **dict.fromkeys(("addmm", "addbmm", "baddbmm", "addmv", "__rmatmul__"), _matmul_flop(1)),
     **{f"conv{n}d": lambda args, out: _convolution_flop(out, args[1]) for n in (1, 2, 3)},
     **{f"conv_transpose{n}d": lambda args, _: _convolution_flop(*args[:2]) for n in (1, 2, 3)},
     "scaled_dot_product_attention": _attention_flop,
     "multi_head_attention_forward": _multi_head_flop,
-    **{f"{name}{cell}": _recurrent_flop for name in RECURRENT for cell in ("", "_cell")},
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell"), _recurrent_flop),
+    **dict.fromkeys(("gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), _recurrent_flop),
     "einsum": _einsum_flop,
 }
 UNKNOWN_FLOP = {"bilinear", "cdist", "chain_matmul", "linalg_multi_dot", "tensordot"}
 OPERANDS = ("input", "query", "key", "value", "weight", "mat2", "other", "vec", "tensor")
-"""Names of the arguments of functions with a formula, in their order."""
 
 
 class _ProductCounter(TorchFunctionMode):
@@ -239,8 +236,7 @@ class _ProductCounter(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.flop = self.products = 0
-        self.unknown = ""
+        self.flop, self.products, self.unknown = 0, 0, ""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.config.groups import without_arguments
-from runner.core.record.storage import read_json
+from runner.core.record.json_records import read_json
 from runner.core.record.text import dataclass_from_json
 
 SEARCH_FILE = "search.json"
