@@ -58,7 +58,6 @@ KIND_BY_TYPE = {
     ColumnType.date: CellKind.times,
     ColumnType.id: CellKind.texts,
 }
-TYPE_WORDS = {CellKind.numbers: "number", CellKind.times: "date"}
 MEASURED = (ColumnType.number, ColumnType.date)
 Note = tuple[str, str, str]
 """What is said of a column's cells, and the key and value that read them otherwise."""
@@ -490,7 +489,8 @@ class TableProblems:
             if self.has_bad_cells or self.unreadable.keys() - self.needed.values():
                 ways.append(f"leave out a column with {IGNORE_KEY}")
             if self.wrong:
-                kinds = {n: TYPE_WORDS[kind] for n, kind in self.wrong.items()}
+                words = {CellKind.times: "date"}
+                kinds = {name: words.get(kind, "number") for name, kind in self.wrong.items()}
                 override = mapping_override(TYPES_KEY, kinds)
                 ways.append(f"read such cells as missing values with {override}")
         if self.gaps:

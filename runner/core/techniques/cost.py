@@ -246,7 +246,7 @@ class _ProductCounter(TorchFunctionMode):
         if name in UNKNOWN_FLOP:
             self.unknown = name
         elif name in FLOP_FORMULAS:
-            operands = [*args, *(kwargs[name] for name in OPERANDS if name in kwargs)]
+            operands = [*args, *(kwargs[key] for key in OPERANDS if key in kwargs)]
             try:
                 self.flop += FLOP_FORMULAS[name](operands, result)
                 self.products += 1

@@ -239,11 +239,9 @@ class ProfileTool(DebugTool):
                     yield
             finally:
                 collected_s = perf_counter() - start_time
-                try:
-                    if self.window is not None:
-                        self._close_window(run, self.window)
-                finally:  # other code may have ended the profiler
-                    self._write_results(run, collected_s)
+                if self.window is not None:
+                    self._close_window(run, self.window)
+                self._write_results(run, collected_s)
 
     def on_step(self, run: Run, step: Step) -> None:
         """Start the window, count its steps, end it; without synchronisation."""
@@ -268,7 +266,11 @@ class ProfileTool(DebugTool):
         if start_step > step:
             return
         self.seconds_before = dict(run.stopwatch.phase_seconds)
-        self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+        try:
+            self.window = ProfilerWindow(run, self.settings, self.totals, steps)
+        except RuntimeError as error:  # another profiler is active
+            self._record_missing_trace(run, error)
+            return
         self.named_step = self.named_step or self.window.first
         run.stopwatch.inspects_next = True
 
@@ -280,11 +282,12 @@ class ProfileTool(DebugTool):
             window.stop()
             if window.recorded:
                 self._read_window(run, window)
-        finally:
-            for phase, seconds in run.stopwatch.phase_seconds.items():
-                # the stopwatch may have been reset since
-                self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
-            self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
+        except (RuntimeError, ValueError) as error:  # other code has ended the profiler
+            self._record_missing_trace(run, error)
+        for phase, seconds in run.stopwatch.phase_seconds.items():
+            # the stopwatch may have been reset since
+            self.excluded[phase] = max(0.0, seconds - self.seconds_before.get(phase, 0.0))
+        self.excluded["other"] += perf_counter() - start if run.stopwatch.running else 0.0
         self._update_verdicts(run)
         self.inspections += 1
 
@@ -295,6 +298,13 @@ class ProfileTool(DebugTool):
         if trace.kernel_seconds and window.seconds:
             self.busy = min(1.0, trace.kernel_seconds / window.seconds)
         self._export_trace(run, window)
+
+    def _record_missing_trace(self, run: Run, error: Exception) -> None:
+        self.next_step = math.inf
+        message, step = f"torch.profiler: {error}", run.progress.step
+        run.history.add(
+            "no_profile", message, step=step, category="performance", action="no trace", error=error
+        )
 
     def _export_trace(self, run: Run, window: ProfilerWindow) -> None:
         if run.folder is None:
