@@ -106,10 +106,11 @@ class ParsedColumn:
         return CellKind.numbers if self.values.dtype.kind == "f" else CellKind.times
 
     def missing(self) -> dict[int, str]:
-        """Return the problems of missing and unparsed cells, by row."""
-        rows = np.flatnonzero(missing_cells(self.values)).tolist()
+        """Return the problems of missing and unparsed cells, by row; not of those in `bad`."""
+        rows: list[int] = np.flatnonzero(missing_cells(self.values)).tolist()
+        gaps = {row: "the value is missing" for row in rows if row not in self.bad}
         wrong = {row: _describe_wrong_kind(text, self.kind) for row, text in self.unparsed.items()}
-        return dict.fromkeys(rows, "the value is missing") | wrong
+        return gaps | wrong
 
 
 def parse_column(column: Any, rules: CellRules = CellRules()) -> ParsedColumn:

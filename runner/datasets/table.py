@@ -488,9 +488,10 @@ class TableProblems:
         if isinstance(self.config, Tabular) and not self.columns_fixed:
             if self.has_bad_cells or self.unreadable.keys() - self.needed.values():
                 ways.append(f"leave out a column with {IGNORE_KEY}")
-            if self.wrong:
+            wrong = {n: kind for n, kind in self.wrong.items() if n not in self.needed.values()}
+            if wrong:
                 words = {CellKind.times: "date"}
-                kinds = {name: words.get(kind, "number") for name, kind in self.wrong.items()}
+                kinds = {name: words.get(kind, "number") for name, kind in wrong.items()}
                 override = mapping_override(TYPES_KEY, kinds)
                 ways.append(f"read such cells as missing values with {override}")
         if self.gaps:

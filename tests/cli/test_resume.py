@@ -185,6 +185,11 @@ def test_what_leads_to_no_run_is_answered_with_the_one_that_was_meant() -> None:
         ask("checkpoint.resume=")
     with pytest.raises(CheckpointError, match="the newest in it is outputs/runs/own/newer$"):
         ask("checkpoint.resume=outputs/runs/own")
+    Path("killed/checkpoints").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match="killed is not a .* run's folder; it has no checkpoints"
+    ):
+        ask("checkpoint.resume=killed")
     with pytest.raises(CheckpointError, match=r"did you mean outputs/runs/own\?"):
         ask("checkpoint.resume=outputs/runs/owm")
     with pytest.raises(ConfigError, match="the same command again continues"):
@@ -273,7 +278,7 @@ def test_auto_says_when_it_starts_afresh() -> None:
 
 def test_a_runs_folder_brings_neither_its_own_trust_nor_callbacks_for_hydra(tmp_path: Path) -> None:
     run = tmp_path / "downloaded"
-    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step_00000012").mkdir(parents=True)
     (run / ".hydra").mkdir()
     recorded = "- model._target_=theirs.Net\n- security.trusted=[theirs]\n"
     recorded += "- +hydra.callbacks.own._target_=theirs.Callback\n"

@@ -115,6 +115,11 @@ def test_a_few_texts_among_numbers_are_bad_cells_named_by_line(tmp_path: Path) -
     message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or leave"
     with pytest.raises(DataError, match=message):
         opened(path)
+    message = (
+        r"line 42, column 'income': 12a is not a finite number; correct them, or leave out the"
+    )
+    with pytest.raises(DataError, match=message):  # once; and a target is never missing
+        opened(path, target="income")
     mixed = [row.replace("red", "7") for row in ROWS]  # a third is blue
     assert dropped(write(tmp_path, *mixed)).sizes.in_features == 5
     edge = [f"{i},{i if i % 10 else 'x'},red,{'yes' if i % 2 else 'no'}" for i in range(40)]

@@ -132,8 +132,8 @@ class ClassificationObjective(Objective):
 
     def _logits(self, output: Any) -> Tensor:
         logits = model_output.logits(output)
-        if logits.ndim > 1 and logits.shape[1] != self.classes:
-            problem = f"returns {logits.shape[1]} outputs a sample for {self.classes} classes"
+        if logits.ndim < 2 or logits.shape[1] != self.classes:
+            problem = f"returns {[*logits.shape]}, not [samples, {self.classes}] for the classes"
             fix = "take `classes` in its constructor to size the last layer"
             raise ConfigError("model", problem, fix)
         return logits

@@ -383,7 +383,8 @@ def build_user_metrics(
             try:
                 metric = remake[name]()
             except ConfigError as error:
-                problem = f"{target}: {str(error).partition(': ')[2].partition(';')[0]}"
+                argument = str(error).partition(":")[0].rpartition(".")[2]
+                problem = f"{target} needs a value for its argument {argument}"
                 raise ConfigError(METRICS_KEY, problem, "give it a default") from None
         if not _is_class_metric(metric):
             fix = "define f(output, target), or a class with update(output, target) and compute()"

@@ -185,8 +185,13 @@ def test_an_output_without_logits_is_an_error(output: Any) -> None:
 @pytest.mark.parametrize(
     ("logits", "target", "error", "says"),
     [
-        ((4, 7), [0, 1, 2, 3], ConfigError, r"7 outputs a sample for 6 classes"),
-        ((4,), [0, 1, 2, 3], ConfigError, r"model: returns \[4\] for targets of \[4\]"),
+        (
+            (4, 7),
+            [0, 1, 2, 3],
+            ConfigError,
+            r"returns \[4, 7\], not \[samples, 6\] for the classes",
+        ),
+        ((4,), [0, 1, 2, 3], ConfigError, r"model: returns \[4\], not \[samples, 6\]"),
         ((4, 6), [0.0, 1.0, 2.0, 3.0], DataError, r"class indices \(int64\), got torch\.float32"),
         ((4, 6), [0, 1, 6, 3], DataError, r"target 6 is out of range: classes are 0 to 5$"),
         ((4, 6), [0, -1, 2, 3], DataError, r"target -1 .*set objective\.ignore_index=-1"),
@@ -197,6 +202,9 @@ def test_what_torch_refuses_is_explained(
 ) -> None:
     with pytest.raises(error, match=says):
         ClassificationObjective(6)(torch.randn(logits), torch.tensor(target))
+    if len(logits) == 1:
+        with pytest.raises(error, match=says):
+            ClassificationObjective(6).batch_sums(torch.randn(logits), torch.tensor(target))
 
 
 @pytest.mark.parametrize("ignored", [True, False])

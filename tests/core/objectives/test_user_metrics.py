@@ -103,7 +103,7 @@ class _Needy(my_package.Spread):
         (lambda o, t: o[:3, 0], r"metric returned shape \[3\] for 5 samples"),
         (lambda o, t: "good", "metric returned a str for 5 samples"),
         (lambda o, t: None, "metric returned a NoneType"),
-        (_Needy, "mine.metric: _Needy needs a value for it; give it a default"),
+        (_Needy, "mine.metric needs a value for its argument depth; give it a default"),
         (type("Empty", (), {}), "mine.metric has no update and compute; define f"),
         (lambda output: 0.0, r".*cannot be called as f\(output, target\): too many pos"),
         (_Pair, r"compute of metric returned \[2\]"),

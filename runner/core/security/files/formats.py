@@ -106,7 +106,9 @@ def identify_format(data: Data, name: str) -> str:
     if not kind:
         evidence = "is empty"
         if head:
-            evidence = f"begins with {head[:8].hex(' ')}, which matches no known format"
+            is_text = head.isascii() and head[:8].decode().isprintable()
+            start = f"the text {head[:24].decode()!r}" if is_text else head[:8].hex(" ")
+            evidence = f"begins with {start}, which matches no known format"
         raise FileRefusal("format.unknown", "", evidence, f"{FORMATS_HINT}; {CONVERT}")
     expected = FORMAT_OF_SUFFIX.get(suffix, kind)
     if expected != kind:
