@@ -41,7 +41,6 @@ PRECISION_FACTOR = 10.0  # on the single process's distance from fp64
 MIN_LIMIT, OWN_MINIMUM = 1e-12, PRECISION_FACTOR * 2.0**-23
 ROUNDING_TECHNIQUES = "tf32 amp compile whole_step quantization cuda_graphs fused_optimizer".split()
 """Techniques that change rounding or lack fp64 kernels: own precision only."""
-OPTIMIZER_OPTIONS = "optimizer.param_groups."  # are given by the config
 FIRST_STEP_CAUSES = {
     "train/loss": "the first batch's forward: a process takes the wrong part of the batch, "
     "the loss is a mean of the processes' means, or a layer mixes samples",
@@ -256,7 +255,7 @@ def _relative_differences(exact: Values, other: Values) -> Iterator[tuple[ValueK
     for key in dict.fromkeys([*exact, *other]):
         # before the first update only fused optimizers have state, which is zero
         unused = key.kind == "optimizer" and key.step == 0
-        if key.kind in COMPARED_KINDS and not key.name.startswith(OPTIMIZER_OPTIONS) and not unused:
+        if key.kind in COMPARED_KINDS and not key.is_option and not unused:
             difference = _difference(other.get(key), exact.get(key))
             size = sizes.get(_group(key), 0.0)
             yield key, difference / size if size else difference

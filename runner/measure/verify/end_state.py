@@ -43,6 +43,12 @@ class ValueKey(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind} {self.name} at step {self.step}"
 
+    @property
+    def is_option(self) -> bool:
+        """Whether it is an optimizer's option, which the config or the techniques choose."""
+        options = "optimizer.param_groups.", "options."
+        return self.kind == "optimizer" and self.name.startswith(options)
+
 
 Values = dict[ValueKey, Any]
 

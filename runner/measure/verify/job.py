@@ -26,7 +26,6 @@ from runner.measure.parity.reference import check_parity
 from runner.measure.verify import distributed
 from runner.measure.verify.distributed import (
     FP64,
-    OPTIMIZER_OPTIONS,
     DistributedEquality,
     verify_distributed,
 )
@@ -304,7 +303,7 @@ def name_differences(
     The run was resumed at each of `cuts`.
     """
     keys = differing_keys(expected, resumed)
-    keys = [x for x in keys if x.step not in cuts or not x.name.startswith(OPTIMIZER_OPTIONS)]
+    keys = [x for x in keys if x.step not in cuts or not x.is_option]
     if not keys:
         return [], ""
     before = [cut for cut in cuts if cut <= keys[0].step]

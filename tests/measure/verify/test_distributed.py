@@ -136,6 +136,14 @@ def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_differen
     assert not missing.distance <= missing.limit
 
 
+@pytest.mark.parametrize("part", ["optimizer.param_groups", "options"])
+def test_options_that_techniques_choose_are_no_difference(part: str) -> None:
+    plain, fused = ({ValueKey(4, "optimizer", f"{part}.0.fused"): on} for on in (None, True))
+    assert not list(compare_values(plain, fused, {}))
+    (weight,) = compare_values({}, {ValueKey(4, "parameter", f"{part}.0.fused"): 1.0}, {})
+    assert weight.distance > weight.limit
+
+
 def test_one_process_and_a_launcher_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
