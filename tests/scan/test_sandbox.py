@@ -77,11 +77,12 @@ def test_a_file_that_takes_too_long_or_kills_it_is_refused_and_so_many_times_at_
 ):
     monkeypatch.setattr(module, "MAX_CRASHES", 2)
     slow = tmp_path / "slow.pt"
-    torch.save({"n": [[n] for n in range(400_000)]}, slow)
+    torch.save({"n": [[n] for n in range(2_000_000)]}, slow)
     with Sandbox() as sandbox:
         examine(sandbox, good(tmp_path))
         before = pid_of(sandbox)
-        _, reasons = examine(sandbox, slow, FileLimits(cpu_s=0.01))
+        allowed = 0.01 - module.cpu_seconds(FileLimits(cpu_s=0.0), slow.stat().st_size)
+        _, reasons = examine(sandbox, slow, FileLimits(cpu_s=allowed))
         assert reasons[0].code == "sandbox.timeout" and not psutil.pid_exists(before)
         assert examine(sandbox, good(tmp_path)) == ("torch_zip", [])  # by a new one
         started = time.monotonic()

@@ -67,7 +67,7 @@ def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end(
     assert right.parity == "explained by precision"
     assert wrong.parity == "FAIL", wrong.reason
     assert "grad_norm at step 1: off by" in wrong.reason
-    assert deadly == ParityVerdict(None, "the parity process: killed by SIGKILL")
+    assert deadly == ParityVerdict(None, "the parity process: it was killed by SIGKILL")
     assert other.parity in ("exact", "explained by precision")
     assert endless == ParityVerdict(None, "not judged within 5 s")
     assert not psutil.pid_exists(pid)

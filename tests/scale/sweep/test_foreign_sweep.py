@@ -140,7 +140,8 @@ def test_a_job_s_folder_is_named_below_the_output_root(subdir: str) -> None:
 @pytest.mark.parametrize("key", ["sweep.resume", "checkpoint.resume", "replay.path"])
 def test_a_config_file_cannot_resume_a_run_outside_the_run_tree(key: str, tmp_path: Path) -> None:
     a_sweep(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "checkpoints").mkdir()
+    if key == "checkpoint.resume":
+        (tmp_path / "elsewhere" / "checkpoints" / "step_00000012").mkdir(parents=True)
     (Path("conf") / "experiment").mkdir(parents=True)
     group, _, name = key.partition(".")
     text = f"# @package _global_\n{group}: {{{name}: '{tmp_path / 'elsewhere'}'}}\n"

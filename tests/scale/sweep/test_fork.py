@@ -55,12 +55,14 @@ import threading
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 """
 FORKS = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from runner.core import fork_server
 from runner.scale.sweep.job_process import JobProcess
 from runner.scale.sweep.fork import fork_job
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])  # as the agent of ranks does
 fork_server.start(["starts_thread", "runner.scale.sweep.fork"], os.environ)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
 child = JobProcess.start(["./spawned", "runner", "--version"], dict(os.environ), Path(), None,
                     start_process=fork_job)
 child.process.wait(60)
@@ -68,10 +70,12 @@ print(child.last_line())
 """
 
 
-def test_where_the_server_has_another_thread_a_job_is_spawned(tmp_path: Path) -> None:
+def test_where_the_server_has_another_thread_a_job_is_spawned_and_gets_its_signals(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "starts_thread.py").write_text(STARTS_THREAD)
-    (tmp_path / "spawned").write_text("#!/bin/sh\necho spawned\n")
+    (tmp_path / "spawned").write_text("#!/bin/sh\necho spawned $(grep SigBlk /proc/self/status)\n")
     (tmp_path / "spawned").chmod(0o755)
     path = os.pathsep.join([job_environment(1)["PYTHONPATH"], str(tmp_path)])
     done = python("-c", FORKS, folder=tmp_path, PYTHONPATH=path)
-    assert done.stdout == "spawned\n", done.stderr
+    assert done.stdout == "spawned SigBlk: 0000000000000000\n", done.stderr

@@ -31,7 +31,7 @@ LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
 
 @pytest.mark.slow
 def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> None:
-    done = sweep(folder, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
+    done = sweep(folder, *NET, *LONG, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
     (job,) = read(only(folder))["jobs"]
     assert (job["status"], job["tries"]) == ("timeout", 2)
     assert "not done within 0.5 s" in job["reason"] and done.returncode == 7
