@@ -232,7 +232,7 @@ def test_weights_that_are_not_there_are_missed_at_once_where_they_are_to_be_read
             ConfigError, match=r"^model\.weights: god.pt does not .* mean 'good.pt'"
         ):
             ask(*typed)
-    (folder / "run" / "checkpoints").mkdir(parents=True)
+    (folder / "run" / "checkpoints" / "step_00000012").mkdir(parents=True)
     ask("model.weights=god.pt", "checkpoint.resume=run")  # which does without
     with pytest.raises(CheckpointError, match=r"no folder good.pt.*: model\.weights=good\.pt"):
         ask("checkpoint.resume=good.pt")
