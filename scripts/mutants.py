@@ -1,12 +1,12 @@
 """Break the program in one place at a time and show that a test fails.
 
-    python scripts/mutants.py [FILTER] [--check] [--list] [-x]
+    python scripts/mutants.py [FILTER] [--check] [--list] [-x] [--jobs 2]
 
 `mutants.toml` beside this script lists the breaks: a text that occurs exactly once in a file, the
 text that replaces it, and the tests that must notice. FILTER is a regular expression on names and
-files. The breaks are made in one copy of the checkout, never in the checkout itself. All tests of
-the chosen breaks run on the unbroken copy first (the control): a test that fails there proves
-nothing. `--check` only compares the list with the code. Exit code 0: every break was caught;
+files. The breaks are made in copies of the checkout, one a process, never in the checkout itself.
+All tests of the chosen breaks run on an unbroken copy first (the control): a test that fails there
+proves nothing. `--check` only compares the list with the code. Exit code 0: every break was caught;
 1: one survived, or its control failed; 2: the list does not fit the code.
 """
 
@@ -24,13 +24,16 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("runner", "conf", "tests", "scripts", "docs", "examples")  # beside single files
 TIMEOUT_S = 300
 CONTROL_S = 60  # more for each test function of the control
+_copy = Path()  # of this process
 PRELOAD = ("torch", "hydra", "numpy", "pytest", "rich.console", "torch.utils.tensorboard")
 
 
@@ -91,6 +94,13 @@ def copy_checkout(target: Path) -> None:
             shutil.copy2(file, target)
 
 
+def _start_worker(folder: Path) -> None:
+    """In a process of its own: make its copy of the checkout."""
+    global _copy
+    _copy = Path(tempfile.mkdtemp(dir=folder))
+    copy_checkout(_copy)
+
+
 def _pytest(root: Path, arguments: list[str], output: Path) -> None:
     """Body of the child process: pytest in the copy, its output in a file."""
     os.setsid()  # a test's own processes end with it
@@ -129,38 +139,52 @@ def run_tests(
     return code, output.read_text(errors="replace").strip().splitlines() or ["no output"]
 
 
-def failed_control(root: Path, mutants: list[Mutant]) -> set[str]:
-    """The tests that fail on the unbroken copy."""
-    failed = set()
+def failed_control(part: tuple[bool, list[str]]) -> set[str]:
+    """The tests of a part of the control that fail on this process's unbroken copy."""
+    slow, tests = part
+    limit = TIMEOUT_S + CONTROL_S * len(tests)
+    code, lines = run_tests(_copy, tests, *_marked(slow), timeout_s=limit)
+    print(f"control   {lines[-1]}", flush=True)
+    named = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
+    return named or (set() if code == 0 else set(tests))
+
+
+def control_parts(mutants: list[Mutant], jobs: int) -> list[tuple[bool, list[str]]]:
+    """Whether slow ones are among them, and the tests: whole files, for so many processes."""
+    parts: dict[tuple[bool, int], list[str]] = {}
     for slow in (False, True):
         tests = sorted({test for m in mutants if m.slow is slow for test in m.tests})
-        if not tests:
-            continue
-        limit = TIMEOUT_S + CONTROL_S * len(tests)
-        code, lines = run_tests(root, tests, *_marked(slow), timeout_s=limit)
-        print(f"control   {lines[-1]}", flush=True)
-        named = {line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))}
-        failed |= named or (set() if code == 0 else set(tests))
-    return failed
+        files = [*dict.fromkeys(test.partition("::")[0] for test in tests)]
+        for test in tests:
+            part = files.index(test.partition("::")[0]) % jobs
+            parts.setdefault((slow, part), []).append(test)
+    return [(slow, tests) for (slow, _), tests in parts.items()]
 
 
 def _marked(slow: bool) -> list[str]:
     return ["-m", "slow or not slow"] if slow else []
 
 
-def try_mutant(mutant: Mutant, root: Path) -> tuple[str, str]:
-    """Make the break in the copy, run its tests there, and undo it: the verdict, the last line."""
-    path = root / mutant.file
+def try_mutant(mutant: Mutant, failed: set[str]) -> tuple[str, str]:
+    """Make the break in this process's copy, run its tests there, and undo it.
+
+    Returns the verdict, and which test failed with the seconds that it took. `failed` are the tests
+    that fail without it.
+    """
+    if useless := [test for test in failed if test.startswith(mutant.tests)]:
+        return "CONTROL", useless[0]
+    path, start = _copy / mutant.file, time.monotonic()
     original = path.read_text()
     try:
         path.write_text(original.replace(mutant.old, mutant.new))
-        code, lines = run_tests(root, mutant.tests, "-x", *_marked(mutant.slow))
+        code, lines = run_tests(_copy, mutant.tests, "-x", *_marked(mutant.slow))
     finally:
         path.write_text(original)
-    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    named = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     # a break that keeps pytest from collecting (2 to 5) shows nothing about the test
     verdict = {0: "SURVIVED", 1: "caught", None: "caught"}.get(code, "BROKEN")
-    return verdict, failed[0] if failed else lines[-1]
+    what = named[0] if named else lines[-1]
+    return verdict, f"{what}, {time.monotonic() - start:.0f} s"
 
 
 def main() -> int:
@@ -171,6 +195,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the chosen breaks and stop")
     parser.add_argument("--no-control", action="store_true", help="trust the unbroken copy")
     parser.add_argument("-x", action="store_true", help="stop at the first that survives")
+    parser.add_argument("--jobs", type=int, default=2, help="breaks at a time")
     args = parser.parse_args()
 
     chosen = [m for m in read_mutants() if re.search(args.filter, f"{m.name} {m.file}")]
@@ -183,21 +208,19 @@ def main() -> int:
         return 0
     for name in PRELOAD:
         __import__(name)
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        root = Path(folder)
-        copy_checkout(root)
-        failed = set() if args.no_control else failed_control(root, chosen)
-        missed = 0
-        for mutant in chosen:
-            start = time.monotonic()
-            useless = [f for f in failed if f.startswith(mutant.tests)]
-            verdict, line = ("CONTROL", useless[0]) if useless else try_mutant(mutant, root)
+    missed, fork = 0, multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory(prefix="mutants-") as folder,
+        ProcessPoolExecutor(args.jobs, fork, _start_worker, (Path(folder),)) as pool,
+    ):
+        parts = [] if args.no_control else control_parts(chosen, args.jobs)
+        failed = set[str]().union(*pool.map(failed_control, parts))
+        results = pool.map(try_mutant, chosen, repeat(failed))
+        for mutant, (verdict, line) in zip(chosen, results, strict=True):
             missed += verdict != "caught"
-            print(
-                f"{verdict:<10}{mutant.name}  [{line}, {time.monotonic() - start:.0f} s]",
-                flush=True,
-            )
+            print(f"{verdict:<10}{mutant.name}  [{line}]", flush=True)
             if missed and args.x:
+                pool.shutdown(cancel_futures=True)
                 break
     print(f"{missed} of {len(chosen)} not caught" if missed else f"all {len(chosen)} caught")
     return 1 if missed else 0
