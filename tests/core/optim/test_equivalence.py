@@ -117,6 +117,13 @@ def test_exact_kernels_are_used(cls: Any, scheduled: bool, dtype: torch.dtype) -
         assert compared.difference(Implementation(FUSED), whole_step=True) == ""
 
 
+def test_a_norm_that_is_rounded_by_two_bits_does_not_refuse_an_exact_kernel() -> None:
+    torch.manual_seed(35)  # float32 rounds the norm of these gradients by 2 eps, their square by 4
+    model = nn.Linear(99, 64)
+    compared = comparison(torch.optim.AdamW(model.parameters()), sets_rate=True, seed=35)
+    assert compared.select() == ("fused", "")
+
+
 def test_a_wrong_kernel_driver_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = torch._fused_adamw_
 
