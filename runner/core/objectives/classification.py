@@ -134,8 +134,7 @@ class ClassificationObjective(Objective):
         logits = model_output.logits(output)
         if logits.ndim < 2 or logits.shape[1] != self.classes:
             problem = f"returns {[*logits.shape]}, not [samples, {self.classes}] for the classes"
-            fix = "take `classes` in its constructor to size the last layer"
-            raise ConfigError("model", problem, fix)
+            raise ConfigError("model", problem, "take `classes` to size the last layer")
         return logits
 
 

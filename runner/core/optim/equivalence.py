@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from runner.core.optim.optimizer import (
     Optimizer,
     fill_momentum,
+    group_lr_shares,
     skip_compiler_import,
     sparse_embeddings,
     uses_torch_step,
@@ -67,6 +68,7 @@ class UpdateComparison:
     ) -> None:
         self.optimizer, self.options, self.seed = optimizer, options, seed
         self.sets_rate, self.scheduled = sets_rate, scheduled
+        self.shares = group_lr_shares(optimizer, RATE if sets_rate else None)
         # else the user's step() runs, or one for sparse gradients, and nothing is chosen
         self.compares = uses_torch_step(optimizer) and not sparse_embeddings(model)
         foreach = {"foreach": True}
@@ -160,8 +162,7 @@ class UpdateComparison:
                     parameter.grad = _copy(gradient).mul_(0.5 if clipped else 1.0)
                 with torch.no_grad():
                     optimizer.step()
-                values = _values(optimizer, parameters).items()
-                copies = {name: _copy(value) for name, value in values}
+                copies = {name: _copy(v) for name, v in _values(optimizer, parameters).items()}
                 results[clipped].append(UpdateResult(copies, _norms([*copies.values()])))
         return results
 
@@ -187,12 +188,13 @@ class UpdateComparison:
             yield _values(update.optimizer, update.parameters)
 
     def _update(self, implementation: Implementation) -> OptimizerStep:
-        optimizer, parameters = self._copy_optimizer(implementation.options)
+        rate, (options, shortcuts) = RATE if self.sets_rate else None, implementation
+        # that of all groups, of which each has its share
+        options = options if rate is None else {**options, "lr": rate}
+        optimizer, parameters = self._copy_optimizer(options)
         fill_momentum(optimizer)
-        rate = RATE if self.sets_rate else None
         factors = [1.0, 1.0 if not self.scheduled else 0.5]
         module, config = nn.ParameterList(parameters), StabilityConfig()
-        shortcuts = implementation.shortcuts
         update = OptimizerStep(module, optimizer, config, rate, factors, shortcuts=shortcuts)
         update.factors = [1.0]  # the rate of every step, read as it will be in the run
         update._set_schedule()
@@ -208,9 +210,10 @@ class UpdateComparison:
         copies = [
             {
                 **{k: v for k, v in groups[number].items() if k not in NO_SETTINGS},
+                "lr": self._rate(number),
+                "lr_share": self.shares[number],
                 **defaults,
                 **options,
-                "lr": self._rate(groups[number]),
                 "params": parameters,
             }
             for number, parameters in by_group.items()
@@ -222,10 +225,10 @@ class UpdateComparison:
         optimizer.step = step  # type: ignore[method-assign]
         return optimizer, [p for group in optimizer.param_groups for p in group["params"]]
 
-    def _rate(self, group: Mapping[str, Any]) -> float | Tensor:
-        if self.sets_rate:
-            return RATE * float(group.get("lr_share", 1.0))  # host sync: none, numbers of a group
-        return torch.full_like(group["lr"], RATE) if isinstance(group["lr"], Tensor) else RATE
+    def _rate(self, number: int) -> float | Tensor:
+        lr = self.optimizer.param_groups[number]["lr"]
+        is_owned = not self.sets_rate and isinstance(lr, Tensor)
+        return torch.full_like(lr, RATE) if is_owned else RATE * self.shares[number]
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

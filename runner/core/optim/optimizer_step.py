@@ -89,9 +89,8 @@ class OptimizerStep:
         self.scale = LossScaler(loss_scale, self.device) if loss_scale else None
         self.lr, self.factors, self.backoff = lr, factors, 1.0
         self.scheduled = len(set(factors)) > 1
-        has_shares = len(set(self.lr_shares)) > 1 or self.lr_shares[0] != 1.0
         self.lr_share_tensor: Tensor | None = None
-        if has_shares:
+        if {*self.lr_shares} != {1.0}:
             # host sync: at the start
             shares = torch.tensor(self.lr_shares, dtype=self.rate_dtype, device=self.device)
             self.lr_share_tensor = shares

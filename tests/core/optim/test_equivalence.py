@@ -117,6 +117,24 @@ def test_exact_kernels_are_used(cls: Any, scheduled: bool, dtype: torch.dtype) -
         assert compared.difference(Implementation(FUSED), whole_step=True) == ""
 
 
+@pytest.mark.parametrize("own", ["lr_share", "lr"])  # typed, and by an optimizer's constructor
+@pytest.mark.parametrize("shares", [(1.0, 0.05), (0.05, 1.0), (0.0, 1.0)])
+def test_groups_with_rates_of_their_own_are_compared_at_these(
+    own: str, shares: tuple[float, float]
+) -> None:
+    rates = shares if own == "lr_share" else [0.01 * share for share in shares]
+    layers = nn.Linear(8, 8), nn.Linear(8, 4)
+    groups = [
+        {"params": [*layer.parameters()], own: rate}
+        for layer, rate in zip(layers, rates, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    for scheduled in (False, True):
+        compared = comparison(optimizer, sets_rate=True, scheduled=scheduled)
+        assert compared.select() == ("fused", "")
+        assert compared.difference(Implementation(FUSED), whole_step=True) == ""
+
+
 def test_a_norm_that_is_rounded_by_two_bits_does_not_refuse_an_exact_kernel() -> None:
     torch.manual_seed(35)  # float32 rounds the norm of these gradients by 2 eps, their square by 4
     model = nn.Linear(99, 64)
