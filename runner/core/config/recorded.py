@@ -93,7 +93,7 @@ def _find_run(path: Path) -> Path | None:
     for pattern in (STEP_FOLDER, re.compile(CHECKPOINTS)):
         if pattern.fullmatch(folder.name):
             folder = folder.absolute().parent if folder.parent == Path() else folder.parent
-    if (found := folder / CHECKPOINTS).is_dir() and (folder != path or any(found.glob("step_*"))):
+    if (folder / CHECKPOINTS).is_dir():
         return folder
     if STEP_FOLDER.fullmatch(path.name):
         return None
