@@ -77,6 +77,8 @@ def test_the_summary_names_what_ended_the_run(
     summary = Summary.read(tmp_path)
     assert summary.ended_by == ended_by
     assert summary.finished == (ended_by not in UNFINISHED)
+    if ended_by == "signal":  # within a step, not in a wait
+        assert summary.checkpoint.last == "checkpoints/step_00000004"
     # limits end the run before the hook's step
     assert meanwhile == [None] * (summary.steps >= 4)
 
