@@ -18,7 +18,7 @@ SHORT = [*COMMON, *TABLE, "model.width=4", "training.steps=6", "checkpoint.every
          "checkpoint.keep=1", "training.validate_every=3", "monitoring.every=2"]  # fmt: skip
 CODES = (0, 5, -signal.SIGKILL)  # done, storage failed, killed
 LIMIT_S = 600.0
-REFUSED = ("checkpoints", "best")  # which of them there are, where one could not be written
+REFUSED = ("checkpoints", "best", "files")  # which there are, where one was not written or removed
 
 
 def compile_shim(place: Path) -> Path:

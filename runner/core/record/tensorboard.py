@@ -97,18 +97,19 @@ class TensorBoard:
         """
         types = {name: HPARAM_TYPES.get(type(v), HPARAM_NUMBER) for name, v in values.items()}
         experiment = api_pb2.Experiment()
-        for name, (data_type, _) in types.items():
-            differs = name in foremost
-            experiment.hparam_infos.add(name=_clean(name), type=data_type, differs=differs)
+        for name, (kind, _) in types.items():
+            experiment.hparam_infos.add(name=_clean(name), type=kind, differs=name in foremost)
         for tag, title in metrics.items():
             experiment.metric_infos.add(name={"tag": stored_tag(tag)}, display_name=_clean(title))
-        self._hparams("experiment", experiment=experiment)
         group, now = _clean(session), time.time()
         start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=now)
         for name, value in values.items():
             value = _clean(limit_length(value)) if isinstance(value, str) else value
             setattr(start.hparams[_clean(name)], types[name][1], value)
-        self._hparams("session_start_info", session_start_info=start)
+        try:
+            self._hparams("experiment", experiment=experiment)
+        finally:  # also if the first one has to wait for space
+            self._hparams("session_start_info", session_start_info=start)
 
     def end(self) -> None:
         """End the row of a finished run. Others stay open, since TensorBoard uses the first end."""
@@ -135,8 +136,7 @@ class TensorBoard:
         self._tensor(0, f"_hparams_/{name}", "hparams", empty_tensor, data)
 
     def _tensor(self, step: int, tag: str, plugin: str, tensor: Any, content: bytes = b"") -> None:
-        data = SummaryMetadata.PluginData(plugin_name=plugin, content=content)
-        metadata = SummaryMetadata(plugin_data=data)
+        metadata = SummaryMetadata(plugin_data={"plugin_name": plugin, "content": content})
         value = Summary.Value(tag=stored_tag(tag), metadata=metadata, tensor=tensor)
         self._write(step=step, summary=Summary(value=[value]))
 

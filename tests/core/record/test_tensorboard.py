@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import io
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import api_pb2, metadata
 
+from runner.core.record import storage
 from runner.core.record.recorder import Recorder
 from runner.core.record.tensorboard import truncate_events
 from runner.core.schemas.monitoring import MonitoringConfig
@@ -112,6 +115,24 @@ def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path)
     assert [info.name for info in experiment.hparam_infos if info.differs] == ["name"]
     (metric,) = experiment.metric_infos
     assert (metric.name.tag, metric.display_name) == ("val/accuracy", "accuracy (last)")
+
+
+def test_a_row_of_hparams_that_had_to_wait_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder, write, refused = opened(tmp_path), os.write, [True]
+
+    def full_once(descriptor: int, data: bytes) -> int:
+        if refused and refused.pop():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(storage.os, "write", full_once)
+    recorder.hparams("trial/1", {"lr": 0.1}, {"val/accuracy": "accuracy (last)"})
+    recorder.close()
+    assert not refused
+    tags = read(tmp_path).PluginTagToContent("hparams")
+    assert tags.keys() == {"_hparams_/experiment", "_hparams_/session_start_info"}
 
 
 def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
