@@ -81,7 +81,7 @@ def test_the_best_checkpoint_is_tested_and_validation_has_a_file_of_its_own(tmp_
 
 
 def test_a_test_set_alone_leaves_training_as_it_was(tmp_path: Path) -> None:
-    typed = files(tmp_path)
+    typed = [*files(tmp_path), "training.monitor=val/loss", "training.monitor_mode=max"]
     with_test = [text for text in typed if "validation_path" not in text]
     without = [text for text in with_test if "test_path" not in text]
     touched: list[int] = []
@@ -97,6 +97,7 @@ def test_a_test_set_alone_leaves_training_as_it_was(tmp_path: Path) -> None:
         tested = train(run)
         now = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     assert touched == [tested.steps]  # once, at the end
+    assert tested.best_step is not None and tested.best_step < tested.steps
     last = load_file(tmp_path / "tested/checkpoints/last/model.safetensors")
     assert all(torch.equal(now[name], last[name]) for name in last)  # not the best's, any more
     plain = train_job.main(runs.config(*without), tmp_path / "plain")
