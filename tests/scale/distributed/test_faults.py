@@ -327,6 +327,8 @@ def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Pa
     wait_until(
         lambda: any(p.status() == psutil.STATUS_STOPPED for p in started.ranks("")), started.process
     )
+    for rank in started.ranks(""):
+        rank.parent().suspend()  # the fork server, which then does not see that the agent is gone
     started.send(signal.SIGKILL)
     started.end()
     assert started.left() == []

@@ -30,11 +30,11 @@ NEAR = 1e-8  # Adam divides a gradient that is nearly 0, and so its rounding, by
 
 
 def config(kind: str, processes: int, *overrides: str) -> RunConfig:
-    """A run in fp64 that saves at step 4 and at its end."""
+    """A run in fp64 that saves at step 4 and at its end, and validates between these."""
     several_ = (f"distributed.processes={processes}",) if processes > 1 else ()
     made = runs.config(
         *("device.threads=1", "optimization=none", "security.trusted=[double]"),
-        *("checkpoint.every=4", "training.validate_every=4", "training.steps=8"),
+        *("checkpoint.every=4", "training.validate_every=3", "training.steps=8"),
         *(f"distributed={kind}", *several_, *overrides),
     )
     made.optimization.extra = ["double"]
