@@ -238,6 +238,14 @@ def test_weights_that_are_not_there_are_missed_at_once_where_they_are_to_be_read
         ask("checkpoint.resume=good.pt")
 
 
+def test_a_swept_key_of_a_file_is_named_though_hydras_own_mapping_is_null(folder: Path) -> None:
+    (folder / "theirs" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\nhydra: {sweeper: {params: {optimiser.lr: '0.1,0.2'}}}\n"
+    (folder / "theirs" / "experiment" / "own.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"own\.yaml: hydra\.sweeper\.params\.optimiser"):
+        ask("--config-dir=theirs", "experiment=own", "-m", "seed=wrong,2")
+
+
 @pytest.mark.parametrize(
     "typed", [["data.path=hauses.csv"], ["-m", "data.path=hauses.csv", "seed=0,1"]]
 )

@@ -134,9 +134,9 @@ def format_command(overrides: Sequence[str]) -> str:
     return command
 
 
-def own_keys(node: DictConfig) -> list[str]:
-    """Return the keys of a node that can be typed."""
-    return [str(key) for key in node if key not in ("kind", "arguments", "_target_")]
+def own_keys(node: DictConfig | None) -> list[str]:
+    """Return the keys of a node that can be typed; none of a mapping that is null."""
+    return [str(key) for key in node or () if key not in ("kind", "arguments", "_target_")]
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
