@@ -81,6 +81,7 @@ def test_a_file_that_takes_too_long_or_kills_it_is_refused_and_so_many_times_at_
     with Sandbox() as sandbox:
         examine(sandbox, good(tmp_path))
         before = pid_of(sandbox)
+        # 0.01 s in all: without the seconds that a file is given for its size
         allowed = 0.01 - module.cpu_seconds(FileLimits(cpu_s=0.0), slow.stat().st_size)
         _, reasons = examine(sandbox, slow, FileLimits(cpu_s=allowed))
         assert reasons[0].code == "sandbox.timeout" and not psutil.pid_exists(before)

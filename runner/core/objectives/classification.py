@@ -133,8 +133,10 @@ class ClassificationObjective(Objective):
     def _logits(self, output: Any) -> Tensor:
         logits = model_output.logits(output)
         if logits.ndim < 2 or logits.shape[1] != self.classes:
-            problem = f"returns {[*logits.shape]}, not [samples, {self.classes}] for the classes"
-            raise ConfigError("model", problem, "take `classes` to size the last layer")
+            problem = (
+                f"returns logits {[*logits.shape]}: dimension 1 must be {self.classes} classes"
+            )
+            raise ConfigError("model", problem, "size the last layer by an argument `classes`")
         return logits
 
 

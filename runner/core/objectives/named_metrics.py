@@ -383,7 +383,7 @@ def build_user_metrics(
             try:
                 metric = remake[name]()
             except ConfigError as error:
-                argument = str(error).partition(":")[0].rpartition(".")[2]
+                argument = error.key.rpartition(".")[2]
                 problem = f"{target} needs a value for its argument {argument}"
                 raise ConfigError(METRICS_KEY, problem, "give it a default") from None
         if not _is_class_metric(metric):

@@ -30,7 +30,7 @@ MAX_PART = 65_536  # values of a large tensor
 PER_KIND = 3  # tensors of the same dtype, layout and group options: largest, smallest, median
 STEPS, RATE = 2, 0.1
 TOLERANCE = 4  # times eps of a tensor's dtype, as share of its norm
-CLIPPED = 8  # more with clipping, times eps of fp32 at most: the norm of all gradients is rounded
+NORM_TOLERANCE = 8  # more with clipping, times eps of fp32 at most: the total norm is rounded
 NO_SETTINGS = ("params", "param_names", "lr", "initial_lr")
 """Entries of a parameter group that choose no other arithmetic."""
 
@@ -188,10 +188,10 @@ class UpdateComparison:
             yield _values(update.optimizer, update.parameters)
 
     def _update(self, implementation: Implementation) -> OptimizerStep:
-        rate, (options, shortcuts) = RATE if self.sets_rate else None, implementation
-        # that of all groups, of which each has its share
-        options = options if rate is None else {**options, "lr": rate}
-        optimizer, parameters = self._copy_optimizer(options)
+        options, shortcuts = implementation
+        rate = RATE if self.sets_rate else None
+        # the rate of all groups; each takes its `lr_share` of it
+        optimizer, parameters = self._copy_optimizer({**options, "lr": rate} if rate else options)
         fill_momentum(optimizer)
         factors = [1.0, 1.0 if not self.scheduled else 0.5]
         module, config = nn.ParameterList(parameters), StabilityConfig()
@@ -307,7 +307,7 @@ def _first_difference(actual: dict[str, Tensor], snapshot: UpdateResult, clipped
             return f"{name} is not finite with torch's default"
         is_float = tensor.is_floating_point() or tensor.is_complex()
         eps = torch.finfo(tensor.dtype).eps if is_float else 0.0
-        limit = TOLERANCE * eps + CLIPPED * clipped * min(eps, torch.finfo(torch.float32).eps)
+        limit = TOLERANCE * eps + NORM_TOLERANCE * clipped * min(eps, 2.0**-23)  # eps of fp32
         if not difference <= limit * norm:
             share = difference / norm if norm else inf
             return f"{name} differs from torch's default by {share:.2g} of its norm"

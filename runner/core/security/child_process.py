@@ -312,7 +312,7 @@ def _run_child(main: Callable[..., None], child: ChildContext, arguments: tuple[
     """Start a session with its own log that ends with the parent, then call `main`."""
     detach(child.start_method)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C of the terminal
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a fork server of ranks blocks signals
     redirect_output(child.log)
     end_with_parent(process_wait.kill_group)
     os.environ.clear()  # the fork server's may be stale; PYTHONSAFEPATH was for the start only

@@ -16,7 +16,6 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from runner.core import fork_server
-from runner.core.device.signals import END_SIGNALS
 from runner.core.security.child_process import ChildProcess, detach
 
 PRELOAD = [
@@ -78,7 +77,7 @@ def _run_job(
     command: list[str], environment: dict[str, str], folder: str, descriptors: tuple[int, int]
 ) -> None:
     detach()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)  # an earlier agent's server blocks them
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a fork server of ranks blocks signals
     stdin, output = descriptors
     for descriptor, number in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, number)
