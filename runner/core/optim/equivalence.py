@@ -31,8 +31,7 @@ PER_KIND = 3  # tensors of the same dtype, layout and group options: largest, sm
 STEPS, RATE = 2, 0.1
 TOLERANCE = 4  # times eps of a tensor's dtype, as share of its norm
 NORM_TOLERANCE = 8  # more with clipping, times eps of fp32 at most: the total norm is rounded
-NO_SETTINGS = ("params", "param_names", "lr", "initial_lr")
-"""Entries of a parameter group that choose no other arithmetic."""
+NO_SETTINGS = ("params", "param_names", "lr", "initial_lr")  # of a group; same arithmetic
 
 
 class Implementation(NamedTuple):
@@ -67,8 +66,8 @@ class UpdateComparison:
         scheduled: bool = False,  # the rate is read from a table on the device
     ) -> None:
         self.optimizer, self.options, self.seed = optimizer, options, seed
-        self.sets_rate, self.scheduled = sets_rate, scheduled
-        self.shares = group_lr_shares(optimizer, RATE if sets_rate else None)
+        self.rate, self.scheduled = RATE if sets_rate else None, scheduled
+        self.shares = group_lr_shares(optimizer, self.rate)
         # else the user's step() runs, or one for sparse gradients, and nothing is chosen
         self.compares = uses_torch_step(optimizer) and not sparse_embeddings(model)
         foreach = {"foreach": True}
@@ -189,8 +188,7 @@ class UpdateComparison:
 
     def _update(self, implementation: Implementation) -> OptimizerStep:
         options, shortcuts = implementation
-        rate = RATE if self.sets_rate else None
-        # the rate of all groups; each takes its `lr_share` of it
+        rate = self.rate  # of all groups; each takes its `lr_share` of it
         optimizer, parameters = self._copy_optimizer({**options, "lr": rate} if rate else options)
         fill_momentum(optimizer)
         factors = [1.0, 1.0 if not self.scheduled else 0.5]
@@ -227,7 +225,7 @@ class UpdateComparison:
 
     def _rate(self, number: int) -> float | Tensor:
         lr = self.optimizer.param_groups[number]["lr"]
-        is_owned = not self.sets_rate and isinstance(lr, Tensor)
+        is_owned = self.rate is None and isinstance(lr, Tensor)
         return torch.full_like(lr, RATE) if is_owned else RATE * self.shares[number]
 
 
