@@ -382,6 +382,7 @@ class TableProblems:
     columns: str = ""  # which are absent
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
+    has_bad_target: bool = False  # or another cell that each row needs
     has_bad_cells: bool = False  # of a column that can be left out
 
     def __post_init__(self) -> None:
@@ -432,6 +433,7 @@ class TableProblems:
         needed = tuple(f", column {name!r}:" for name in self.needed.values())
         for row, text in problems.items():
             rows.setdefault(row, text)
+            self.has_bad_target |= text.startswith(needed)
             self.has_bad_cells |= text.startswith(", column") and not text.startswith(needed)
             if not self.drops[key]:
                 kind = re.sub(": .* is ", ": is ", text)
@@ -485,13 +487,13 @@ class TableProblems:
     def _fix(self) -> str:
         """Return the ways to read the table: its cells corrected, or the keys of the config."""
         ways, share = ["correct them"], len(self.bad) / max(self.total, 1)
-        if isinstance(self.config, Tabular) and not self.columns_fixed:
+        # a row without its target cannot be used, whatever is done about other columns
+        if isinstance(self.config, Tabular) and not self.columns_fixed and not self.has_bad_target:
             if self.has_bad_cells or self.unreadable.keys() - self.needed.values():
                 ways.append(f"leave out a column with {IGNORE_KEY}")
-            wrong = {n: kind for n, kind in self.wrong.items() if n not in self.needed.values()}
-            if wrong:
+            if self.wrong:
                 words = {CellKind.times: "date"}
-                kinds = {name: words.get(kind, "number") for name, kind in wrong.items()}
+                kinds = {name: words.get(kind, "number") for name, kind in self.wrong.items()}
                 override = mapping_override(TYPES_KEY, kinds)
                 ways.append(f"read such cells as missing values with {override}")
         if self.gaps:

@@ -166,7 +166,11 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
     if not row.finished or row.best is None or not row.folder:
         return
     folder = Path(os.path.normpath(comparison.root / row.folder))
-    start, run = shlex.join(python_command("runner")), Path(format.short_path(folder))
+    flags = [x for x in shlex.split(row.command) if x.startswith(("--config-dir", "--config-name"))]
+    start, run = shlex.join([*python_command("runner"), *flags]), Path(format.short_path(folder))
+    # a run's folder does not bring its own trust
+    trust = [shlex.quote(x) for x in row.overrides if x.startswith("security.")]
+    stored = " ".join([start, *trust])
     label, doubt = "the winner:  ", ""
     if _overlaps_others(comparison, row):
         label, doubt = "best run:    ", "; not proved to be better: the intervals overlap"
@@ -183,11 +187,11 @@ def winner_commands(comparison: Comparison) -> Iterator[tuple[str, str]]:
     steps, overrides = number_at(row.summary, "steps"), shlex.join(kept)
     longer = f"{run.parent}-{run.name}" if (folder.parent / SWEEP).exists() else run
     resume, steps_argument = resume_argument(run), f"training.steps={2 * int(steps or 1)}"
-    yield "  predict:   ", f"{start} {predict} {resume}"
-    yield "  evaluate:  ", f"{start} job=evaluate {resume}"
+    yield "  predict:   ", f"{stored} {predict} {resume}"
+    yield "  evaluate:  ", f"{stored} job=evaluate {resume}"
     # in a folder of its own beside the sweep's, which stays as it is compared
     own_folder = quote_for_shell("hydra.run.dir", f"{longer}-longer")
-    yield "  resume:    ", f"{start} {resume} {steps_argument} {own_folder}"
+    yield "  resume:    ", f"{stored} {resume} {steps_argument} {own_folder}"
     weights = quote_for_shell("model.weights", run)
     yield "  train on:  ", " ".join(filter(None, (start, overrides, weights)))
 

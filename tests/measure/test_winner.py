@@ -130,6 +130,23 @@ def test_a_run_without_a_record_does_not_keep_the_others_from_being_ranked(tmp_p
     assert [row.name for row in compare(folder).rows] == ["seed=1", "seed=0", "seed=2"]
 
 
+def test_commands_have_the_folders_of_options_and_the_trust_that_were_typed(tmp_path: Path) -> None:
+    typed = ["security.trusted=[mine]", "model._target_=mine.Net"]
+    command = "python -P -m runner '--config-dir=/my confs' --config-name=top"
+    for number, best in enumerate((0.5, 0.9)):
+        overrides = [*typed, f"seed={number}"]
+        folder = run(tmp_path / str(number), overrides, best=best, command=command)
+        (folder / "checkpoints").mkdir()
+    commands = [shlex.split(text) for _, text in [*winner_commands(compare(tmp_path))][1:]]
+    assert len(commands) == 4
+    for words in commands:
+        assert words[words.index("runner") + 1 :][:2] == [
+            "--config-dir=/my confs",
+            "--config-name=top",
+        ]
+        assert words.count("security.trusted=[mine]") == 1
+
+
 def test_a_run_of_a_file_predicts_one_that_is_still_to_be_typed(tmp_path: Path) -> None:
     for number, best in enumerate((0.5, 0.9)):
         folder = run(tmp_path / str(number), [f"optimizer.lr={number}"], best=best)

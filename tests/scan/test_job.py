@@ -214,12 +214,12 @@ def test_any_plain_path_can_be_named(tmp_path, folder, monkeypatch):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     longest = theirs / ("n" * 255)
-    longest.write_text("hello")
+    longest.write_text("hello\n")
     monkeypatch.chdir(theirs)
     np.save("a.npy", np.ones(2))
     found = scan(Path(), folder, pinned(Path("a.npy")))
     assert (found.ignored_files, len(found.rows)) == (1, 1)
-    with pytest.raises(SecurityError, match="begins with the text 'hello', which matches no"):
+    with pytest.raises(SecurityError, match=r"begins with the text 'hello\\n', which matches no"):
         scan(longest, folder)
 
 

@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import re
+import string
 import zipfile
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def identify_format(data: Data, name: str) -> str:
     if not kind:
         evidence = "is empty"
         if head:
-            is_text = head.isascii() and head[:8].decode().isprintable()
+            is_text = not head[:24].translate(None, string.printable.encode())
             start = f"the text {head[:24].decode()!r}" if is_text else head[:8].hex(" ")
             evidence = f"begins with {start}, which matches no known format"
         raise FileRefusal("format.unknown", "", evidence, f"{FORMATS_HINT}; {CONVERT}")
