@@ -229,7 +229,7 @@ def _sweep_error(results: JobResults) -> SweepFailed:
     if not results.failures:  # they ran in their own processes
         return SweepFailed("some jobs of the sweep failed; run.log in each job's folder says why")
     lines = "".join(f"\n  {escape_control_chars(failure)}" for failure in results.failures)
-    hint = "\nrun the same command again for the missing jobs" if results.resumable else ""
+    hint = "\nonce mended, the same command runs the missing jobs" if results.resumable else ""
     return SweepFailed(f"{len(results.failures)} of {results.jobs} jobs failed:{lines}{hint}")
 
 

@@ -79,7 +79,7 @@ def compose_arms(
             raise ConfigError(KEY, f"{escape(name)}: {error}") from error
         if config.distributed.kind is not DistributedKind.none:
             is_own = any(key.startswith("distributed") for key in keys)
-            problem = f"arms are compared as single processes, but {escape(name)} has several"
+            problem = f"arms are compared as single processes, but arm {escape(name)} has several"
             fix = "leave distributed out; a sweep (-m) shows the seconds of distributed runs"
             raise ConfigError(KEY if is_own else "distributed", problem, fix)
         # a recipe may ask for the benchmark
