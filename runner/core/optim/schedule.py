@@ -48,6 +48,6 @@ def _cosine(share: float) -> float:
 
 def _one_cycle(update: int, rise: float, updates: int) -> float:
     low, last = 1 / 25, 1 / 250_000
-    if update <= rise and rise > 0:
-        return 1 + (low - 1) * _cosine(update / rise)
+    if update <= rise:
+        return 1 + (low - 1) * _cosine(update / rise) if rise > 0 else 1.0
     return last + (1 - last) * _cosine((update - rise) / (updates - 1 - rise))

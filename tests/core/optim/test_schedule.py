@@ -41,6 +41,7 @@ def test_onecycle_equals_torchs(updates: int, warmup: float) -> None:
 
 def test_onecycle_of_one_update_is_finite() -> None:
     assert 0 < lr_factors(ScheduleConfig(ScheduleKind.onecycle), 1)[0] <= 1
+    assert lr_factors(ScheduleConfig(ScheduleKind.onecycle, warmup=1), 1) == [1.0]
 
 
 def test_step_drops_by_gamma_every_so_many_updates() -> None:
