@@ -91,7 +91,9 @@ class ModelLossObjective(Objective):
             raise ConfigError("objective", problem, fix)
         losses = {"loss": _total(parts), **{PART + n: x for n, x in parts.items() if n != "loss"}}
         for name, loss in losses.items():
-            sums[name] = model_output.sum_float64(loss.detach().double() * weight)
+            # a batch with all tokens ignored has the mean 0/0 and the weight 0
+            total = torch.where(sums["count"] > 0, loss.detach().double() * weight, 0.0)
+            sums[name] = model_output.sum_float64(total)
         logits = find_logits(output)
         if self.predicts_tokens and isinstance(logits, Tensor) and isinstance(target, Tensor):
             logits = logits[:, :-1] if self.shifts and logits.ndim == 3 else logits

@@ -144,6 +144,8 @@ class MetricState:
     def _update(self, starter: MetricGroup) -> None:
         self.started = self.started or starter.start(self.batches[0])
         for batch in self.batches:
+            if isinstance(batch[1], Tensor) and not batch[1].numel():
+                continue  # all of its targets are ignored
             for name, metric in self.started.items():
                 with name_in_errors(name):
                     metric.update(*batch)

@@ -80,7 +80,7 @@ def _validate(run: Run) -> None:
                 size = run.micro_batch  # the same for all processes, which forward equally often
                 parts = run.shards.map_micro_batches(batch, total, size, own, compute)
                 sums = parts[0] if parts else {}
-            if sums:
+            if sums and int(sums.get("count", 1)):  # other batches may have targets
                 _check_metrics(run, run.objective.all_metrics(sums), describe(outputs[0]))
         except Exception as error:
             if not outputs or is_out_of_memory(error) or is_device_error(error):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 from runner import build, compose, evaluate, train
 from runner.core.build.setup import Components
@@ -346,3 +348,44 @@ def test_the_state_of_a_generator_is_current_after_every_kind_of_draw(
         assert python_state.read() == random.getstate()
         assert all(map(np.array_equal, numpy_state.read(), np.random.get_state()))
         draw()
+
+
+class TokenLoss(nn.Linear):
+    """A layer that returns its loss, too."""
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(x)
+        return cross_entropy(logits.flatten(0, -2), target.flatten()), logits
+
+
+@pytest.mark.parametrize(
+    ("task", "overrides"),
+    [
+        ("classification", ["objective=classification", "objective.metrics=[F1Score]"]),
+        ("language_modelling", ["objective=language_modelling"]),
+        ("language_modelling", ["objective=model"]),
+    ],
+)
+def test_a_batch_whose_targets_are_all_ignored_counts_for_nothing(
+    task: str, overrides: list[str]
+) -> None:
+    if "objective.metrics" in str(overrides):
+        pytest.importorskip("torchmetrics")
+    torch.manual_seed(0)
+    shape = (16,) if task == "classification" else (16, 5)
+    x, target = torch.randn(*shape, 3), torch.randint(4, shape)
+    target[:4] = -100  # the first batch of both
+    data = TensorDataset(x, target)
+    data.sizes = {"task": task, "classes": 4, "vocab": 4}  # type: ignore[attr-defined]
+    model = (TokenLoss if "objective=model" in overrides else nn.Linear)(3, 4)
+    loaders = [DataLoader(data, batch_size=4) for _ in range(2)]
+    given = Components(model=model, data=loaders[0], validation=loaders[1])
+    typed = ("training.steps=6", "training.batch_size=4", "optimization=none", *overrides)
+    with build(config(*typed), given=given) as run:
+        train(run)
+        metrics = evaluate(run).metrics
+        logits = nn.functional.linear(x, model.weight, model.bias).flatten(0, -2)
+    expected = cross_entropy(logits, target.flatten()).item()
+    assert metrics["val/loss"] == pytest.approx(expected, rel=1e-5)
+    if task == "classification":
+        assert metrics["val/F1Score"] == pytest.approx(metrics["val/f1"])
