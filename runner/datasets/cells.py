@@ -379,7 +379,8 @@ def _parse_words(cells: _TextCells, kind: CellKind, exceptions: Sequence[str] = 
         values = np.array([parse_time(word, form) for word in words])
         if other_form:
             note = f"its dates fit {describe_form(form)} and {describe_form(other_form)}"
-            remedy = ("data.types", "date")
+            other = ("data.date_formats", other_form)
+            remedy = other if rules.declared else ("data.types", "date")
         elif zones := _describe_zones(cells, ~np.isnat(values)):
             note, remedy = zones, ("data.types", "text")
     else:

@@ -349,7 +349,8 @@ def describe_notes(table: Table, left_out: Container[str] = ()) -> Iterator[Choi
             effect = "date" if key == FORMATS_KEY else value
             effect = f"a column of {effect}s, and cells that are none are missing values"
         else:
-            use, effect = "date" if values.dtype.kind == "M" else "number", "a category"
+            use = "date" if values.dtype.kind == "M" else "number"
+            effect = describe_form(value) if key == FORMATS_KEY else "a category"
         if value:
             note = f"{note}; with {mapping_override(key, {name: value})} it is {effect}"
         yield notice(TYPES_KEY, f"{name}: {use}", note)

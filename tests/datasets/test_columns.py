@@ -291,7 +291,8 @@ def test_dates_that_fit_two_forms_are_texts_unless_the_column_is_declared(
     declared = opened(path, types={"since": ColumnType.date})
     assert declared.columns[0].form == "%d/%m/%Y"
     assert [column.part for column in declared.columns[:2]] == ["month", "weekday"]
-    assert "since: date: its dates fit day/month/year and month/day/year" in caplog.text
+    note = "since: date: its dates fit day/month/year and month/day/year; with '+data.date_formats="
+    assert note + '{since: "%m/%d/%Y"}\' it is month/day/year' in caplog.text
     same = [f"{1 + i % 9:02}/{1 + i % 9:02}/2020" for i in range(ROWS)]  # the same dates in both
     assert opened(write(path, {"since": same})).columns[0].form
 

@@ -412,12 +412,6 @@ def _handle_last_report(run: Run) -> None:
 
 def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Record the evaluation; return whether it is the best so far, and the hooks' verdict."""
-    loss = evaluation.metrics.get("val/loss", 0.0)
-    if not math.isfinite(loss):
-        run.history.add(
-            "validation_not_finite", f"the validation loss is {loss}", step=evaluation.step,
-            category="numerics", action="it cannot be the best",
-        )  # fmt: skip
     if evaluation.constant_output and run.progress.validated_step:  # not of a fresh model
         record_constant_output(run, evaluation)
     hooks, verdict = run.hooks, Verdict.KEEP
@@ -429,6 +423,13 @@ def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
         _save_and_stop(run)
         names = sorted(evaluation.metrics)
         raise unknown_metric(run.monitor, names, f"; stopped{_resume_hint(run)}")
+    watched = {run.monitor: run.monitor, "val/loss": "the validation loss"}
+    values = {what: evaluation.metrics.get(name, 0.0) for name, what in watched.items()}
+    if bad := " and ".join(f"{what} is {x}" for what, x in values.items() if not math.isfinite(x)):
+        run.history.add(
+            "validation_not_finite", bad, step=evaluation.step,
+            category="numerics", action="it cannot be the best",
+        )  # fmt: skip
     evaluation = _compare_with_best(run, evaluation)
     verdict = max(verdict, call_hooks(hooks, "on_validation", run, evaluation))
     _check_early_stopping(run)
@@ -441,13 +442,12 @@ def _compare_with_best(run: Run, evaluation: Evaluation) -> Evaluation:
     value, best = metrics[run.monitor], progress.best
     better = best is None or (value > best if run.higher_is_better else value < best)
     loss = metrics.get("val/loss", 0.0)
-    is_finite = math.isfinite(value) and math.isfinite(loss)
     # of equal metrics that are saved anyway the one with the lower loss is best, which is no
     # improvement for patience
     saved = evaluation.step % run.checkpoint_every == 0 or evaluation.step >= run.total_steps
     best_loss = -math.inf if progress.best_loss is None else progress.best_loss
     is_tie = saved and value == best and loss < best_loss
-    improved = (better or is_tie) and is_finite
+    improved = (better or is_tie) and math.isfinite(value) and math.isfinite(loss)
     if improved:
         progress.best, progress.best_step = value, evaluation.step
         progress.best_loss = metrics.get("val/loss")

@@ -87,6 +87,13 @@ def test_a_validation_whose_loss_is_not_finite_is_never_the_best(tmp_path: Path)
     assert not (tmp_path / "checkpoints" / "best").exists()
 
 
+def test_a_monitored_metric_that_is_not_finite_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    asked = ["objective.metrics=[my_package.undefined]", "training.monitor=val/undefined"]
+    with opened(*OURS, "data=cancer", *asked, "training.monitor_mode=max") as run:
+        assert train(run).best is None
+    assert "val/undefined is nan; it cannot be the best" in caplog.text
+
+
 @pytest.mark.parametrize("asked", ["val/acuracy", "accuracy", "train/loss"])
 def test_a_metric_that_there_cannot_be_is_refused_before_the_first_step(asked: str) -> None:
     near = "" if asked == "train/loss" else r"did you mean training.monitor=val/accuracy\? "
