@@ -125,7 +125,7 @@ def convert_numbers(
             if not decimal and not thousands:
                 choices += _warn_ambiguous(column)
             if decimal == ",":
-                _convert_commas(column, path)
+                _convert_commas(column, path, rule.is_target, thousands)
         formats[name] = NumberFormat(decimal, thousands, unit)
         columns[name] = pyarrow.chunked_array([column.column])
     with_comma = [name for name, form in formats.items() if form.decimal == ","]
@@ -236,11 +236,13 @@ def _recognise_comma(column: _EncodedColumn, separator: str, choices: list[Choic
     return ","
 
 
-def _convert_commas(column: _EncodedColumn, path: Path) -> None:
+def _convert_commas(column: _EncodedColumn, path: Path, is_target: bool, thousands: str) -> None:
     if column.count(POINT):
         problem = f"column {column.name!r} holds {column.example(POINT)}, and the decimal"
-        ways = ["data.decimal=point", "data.thousands=point"]
-        fix = ", ".join([*ways, f"or {list_override('data.ignore', [column.name])}"])
+        ways = ["data.decimal=point"]
+        ways += ["data.thousands=point"] * (thousands != ".")
+        ways += [list_override("data.ignore", [column.name])] * (not is_target)
+        fix = ", ".join([*ways, "or write all numbers with one decimal sign"])
         raise DataError(f"{path}: {problem} sign is a comma; use {fix}")
     column.replace(COMMA, ",", ".")
 

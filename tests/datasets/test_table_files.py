@@ -239,6 +239,9 @@ def test_each_column_has_its_own_decimal_sign_and_two_signs_are_reported(tmp_pat
     assert "'q' have decimal points, but 'p' decimal commas" in reasons[0]
     with pytest.raises(DataError, match=r"'q' holds 0.5, .*comma; use data.decimal=point"):
         opened(path, decimal="comma")
+    one_sign = "comma; use data.decimal=point, or write all numbers with one decimal sign"
+    with pytest.raises(DataError, match=one_sign):  # typed already, and needed
+        opened(path, target="q", decimal="comma", thousands="point")
 
 
 AS_TRAINED = [  # a file of the training, a new one, and what its numbers are
