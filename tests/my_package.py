@@ -243,6 +243,17 @@ class MappedTable:
         return {"values": torch.randn(16, generator=draw), "scale": torch.ones(1)}, index % 3
 
 
+class Scaled(MappedTable):
+    """The same, times the number in a file."""
+
+    def __init__(self, path: str) -> None:
+        self.factor = float(Path(path).read_text())
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], int]:
+        inputs, target = super().__getitem__(index)
+        return {**inputs, "scale": inputs["scale"] * self.factor}, target
+
+
 class Mapped(nn.Module):
     """Takes its inputs by name, and hands its output out in a dict."""
 

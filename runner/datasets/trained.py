@@ -18,12 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.build.arguments import Closeable, count_samples, translate_model_errors
+from runner.core.build.arguments import (
+    Closeable,
+    InMemoryDataset,
+    count_samples,
+    translate_model_errors,
+)
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.composing import compose
 from runner.core.config.recorded import merge_recorded_overrides
 from runner.core.config.run_config import RunConfig
-from runner.core.data.dataset import Dataset, TensorsDataset
+from runner.core.data.dataset import Dataset
 from runner.core.data.loader import make_loader
 from runner.core.data.open import open_data
 from runner.core.data.preprocessing import (
@@ -33,10 +38,12 @@ from runner.core.data.preprocessing import (
     parse_preprocessing,
 )
 from runner.core.errors import CheckpointError, DataError, RunnerError, UsageError
-from runner.core.interfaces.batch import TextCodec
+from runner.core.interfaces.batch import Inputs, TextCodec
+from runner.core.interfaces.nested import describe, tensors, tree_map
 from runner.core.interfaces.run import Run
 from runner.core.jobs.evaluate import build_trained
 from runner.core.record.text import quote_for_hydra
+from runner.core.schemas.data import DataConfig
 from runner.core.security.files.policy import FilePolicy
 from runner.core.security.paths import run_tree_folders
 from runner.core.security.registry import resolve
@@ -118,9 +125,10 @@ class Trained(Closeable):
         each, and `row`, or `line` or `file`, of the samples, with their ids, if any.
 
         `data` is a path as in `data.path`, a table (dict of columns, list of row dicts, one row's
-        dict, or a table of pyarrow, pandas or polars), a list of texts for a model of texts, or a
-        tensor: a table's columns as numbers, or model inputs. Cells that are texts are read as
-        those of a csv. Unknown categories are logged.
+        dict, or a table of pyarrow, pandas or polars), a list of texts for a model of texts, a
+        tensor of a table's columns as numbers, or a batch of model inputs: a tensor, or a dict or
+        tuple of tensors, as the samples have them. Cells that are texts are read as those of a
+        csv. Unknown categories are logged.
         """
         if self.preprocessing.sizes.task == "language_modelling":
             raise UsageError("predict: a language model continues a text: use generate(text)")
@@ -177,18 +185,17 @@ class Trained(Closeable):
     def _open_data(self, data: Any) -> Iterator[Dataset]:
         """Yield the data set, preprocessed as in training."""
         kind = self.preprocessing.kind
-        if isinstance(data, Tensor) and kind not in TABLES:
+        in_memory = not isinstance(data, str | Path)
+        if in_memory and kind not in TABLES:
+            inputs = self._input_dataset(data)
             sizes = self.preprocessing.sizes
             image = [sizes.in_channels, sizes.image_size, sizes.image_size]
             shape = image if all(image) else [sizes.in_features]
-            fix = f"; a training sample had the shape {shape}" if all(shape) else ""
+            has_shape = all(shape) and isinstance(data, Tensor)
+            fix = f"; a training sample had the shape {shape}" if has_shape else ""
             with translate_model_errors("predict", data, fix):
-                yield self._tensor_dataset(data)
+                yield inputs
             return
-        in_memory = not isinstance(data, str | Path)
-        if in_memory and kind not in TABLES:
-            problem = f"{type(data).__name__} for a model of data={kind}"
-            raise UsageError(f"predict: {problem}; give a path or a tensor")
         with ExitStack() as stack:
             if in_memory:
                 columns = self._columns(data) if isinstance(data, Tensor) else data
@@ -197,7 +204,7 @@ class Trained(Closeable):
                     columns = {getattr(self.config.data, "text", "text"): data}
                 data = _write_table(columns, Path(stack.enter_context(TemporaryDirectory())))
             resolve_class = partial(resolve, trusted=self.config.security.trusted_packages)
-            config = replace(self.config.data, path=str(data))  # type: ignore[call-arg]
+            config = self._config_of_path(str(data))
             opening = OpenOptions(self._policy, self.preprocessing, evaluates=True, labelled=False)
             try:
                 source = open_data(config, resolve_class, opening)
@@ -218,19 +225,39 @@ class Trained(Closeable):
             raise UsageError(f"predict: {problem} the columns {', '.join(names)}")
         return dict(zip(names, data.double().cpu().numpy().T, strict=True))
 
-    def _tensor_dataset(self, inputs: Tensor) -> Dataset:
-        sizes = self.preprocessing.sizes
-        if inputs.shape[:1] == (0,):
+    def _config_of_path(self, path: str) -> DataConfig:
+        """Return the config of the data at `path`, an argument of the user's class."""
+        config = self.config.data
+        if config._target_ is None and "path" in vars(config):
+            return replace(config, path=path)  # type: ignore[call-arg]
+        if config._target_ is None or "path" not in config.arguments:
+            name = config._target_ or f"data={config.kind}"
+            problem = f"{name}, on which it was trained, takes no path"
+            raise UsageError(f"predict: {problem}; give a batch of the model's inputs, as tensors")
+        return replace(config, arguments={**config.arguments, "path": path})
+
+    def _input_dataset(self, inputs: Inputs) -> Dataset:
+        leaves, kind = tensors(inputs), self.preprocessing.kind
+        if not leaves or not isinstance(inputs, Tensor | dict | tuple):
+            problem = f"{type(inputs).__name__} for a model of data={kind}"
+            raise UsageError(f"predict: {problem}; give a path, or the model's inputs as tensors")
+        if leaves[0].shape[:1] == (0,):
             raise DataError("predict: the data has no rows")
-        count_samples(inputs, "predict: data")
-        inputs = inputs.cpu()
-        if inputs.dtype == torch.uint8:
-            inputs = inputs.float() / 255
-        elif inputs.is_floating_point() and self.config.model._target_ is None:
-            inputs = inputs.float()  # as its weights
-        indices = np.arange(len(inputs))
-        labels = torch.zeros(len(inputs), dtype=torch.int64)
-        return TensorsDataset(inputs, labels, sizes, (indices, indices))
+        count = count_samples(inputs, "predict: data")
+        if any(leaf.shape[:1] != (count,) for leaf in leaves):
+            problem = "the first dimension must be the sample in all tensors"
+            raise UsageError(f"predict: {problem}, got {describe(inputs)}")
+
+        def convert(tensor: Tensor) -> Tensor:
+            if tensor.dtype == torch.uint8 and kind != "own":  # whose samples are not scaled
+                return tensor.cpu().float() / 255
+            if tensor.is_floating_point() and self.config.model._target_ is None:
+                return tensor.cpu().float()  # as its weights
+            return tensor.cpu()
+
+        indices, labels = np.arange(count), torch.zeros(count, dtype=torch.int64)
+        sizes = self.preprocessing.sizes
+        return InMemoryDataset(tree_map(inputs, convert), labels, sizes, (indices, indices))
 
 
 @contextmanager

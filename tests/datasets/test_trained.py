@@ -128,6 +128,51 @@ def test_tensors_and_code_of_the_users_own(tmp_path: Path) -> None:
     assert list(answers["sample"]) == list(range(70))
 
 
+@pytest.mark.usefixtures("my_package")
+def test_own_data_of_several_inputs_get_a_batch_of_them(tmp_path: Path) -> None:
+    usual = (*runs.OURS, "data._target_=my_package.Scaled", "model._target_=my_package.Mapped")
+    usual += ("+data.path=scale", *SHORT)
+    (tmp_path / "scale").write_text("1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        runs.trained(*usual, folder=tmp_path / "run")
+    values, scale = torch.rand(40, 16), torch.rand(40, 1)
+    (tmp_path / "other").write_text("2")
+    with load(tmp_path / "run", trusted=["my_package"]) as model, torch.no_grad():
+        answers = model.predict({"values": values, "scale": scale})
+        network = model._run.model.eval()  # type: ignore[union-attr]
+        expected = network(values, scale)["logits"].softmax(1).numpy()
+        got = np.stack([answers[f"probability {i}"] for i in range(3)], 1)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+        for same in ((values, scale), {"scale": scale, "values": values}):
+            np.testing.assert_equal(model.predict(same), answers)
+        bytes_twice = model.predict((values, torch.full((40, 1), 2, dtype=torch.uint8)))
+        np.testing.assert_equal(model.predict((values, torch.full((40, 1), 2.0))), bytes_twice)
+        assert len(model.predict(tmp_path / "other")["prediction"]) == 320  # the class's samples
+        for wrong, error, message in (
+            (values, UsageError, r"\[40, 16\]: TypeError: .* missing 1 .*: 'scale'"),
+            ({"values": values}, UsageError, "missing 1 .*: 'scale'$"),
+            ((values, scale[:3]), UsageError, r"the sample in all tensors, got \(.*\[3, 1\]\)"),
+            ((values[:0], scale[:0]), DataError, "^predict: the data has no rows$"),
+            ([values, scale], UsageError, "list for a model of data=own; give a path, or the"),
+            ({"values": [1.0]}, UsageError, "dict for a model of data=own; give a path, or the"),
+        ):
+            with pytest.raises(error, match=message):
+                model.predict(wrong)
+
+
+@pytest.mark.usefixtures("my_package")
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("data=digits", "data=digits"), ("data._target_=my_package.Noisy", "my_package.Noisy")],
+)
+def test_a_path_for_data_that_take_none_is_refused(data: str, name: str, tmp_path: Path) -> None:
+    runs.trained(*runs.OURS, data, "model=mlp", *SHORT, folder=tmp_path / "run")
+    with load(tmp_path / "run", trusted=["my_package"]) as model:
+        with pytest.raises(UsageError, match=f"^predict: {name}, .* takes no path; give a batch"):
+            model.predict("new.csv")
+
+
 def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
     tmp_path: Path,
 ) -> None:

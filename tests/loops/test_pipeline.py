@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from runner import Hook, Verdict, create_training_pipeline
 from runner.core.errors import DataError, UsageError
+from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
 from tests import runs
 
 QUICK = [*runs.QUICK, "optimizer.lr=3e-3"]
@@ -78,7 +82,7 @@ def test_a_data_set_and_an_optimizer_of_the_callers(net: nn.Module, digits: Any)
         optimizer=optimizer,
         level="basic",
         record=False,
-        overrides=[*QUICK, "training.epochs=6", "data.workers=0"],
+        overrides=[*runs.QUICK, "training.epochs=6", "data.workers=0"],
     ) as pipeline:
         summary = pipeline.train()
         assert pipeline.folder is None
@@ -143,3 +147,33 @@ def test_a_mistake_names_the_argument(
     arguments = {"model": net, "data": digits[0], "record": False, "overrides": QUICK} | change
     with pytest.raises(error, match=message):
         create_training_pipeline(**arguments)
+
+
+IGNORED = {  # values of the keys that a given optimizer replaces
+    "optimizer": "sgd",
+    "optimizer.name": "SGD",
+    "optimizer.lr": "0.1",
+    "optimizer.weight_decay": "0.5",
+    "optimizer.options": "{}",
+    "optimizer.groups": "[]",
+    "optimizer._target_": "my_package.Lion",
+    "schedule": "cosine",
+    **{f"schedule.{field.name}": "1" for field in fields(ScheduleConfig)},
+}
+ACTING = {"optimizer.ema": "0.9", "optimizer.ema_warmup": "false", "optimizer.freeze": "[1]"}
+
+
+def test_a_key_that_a_given_optimizer_replaces_is_refused_and_the_others_act(digits: Any) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Linear(16, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    create = partial(create_training_pipeline, model, digits[0], optimizer=optimizer, record=False)
+    names = {f"optimizer.{field.name}" for field in fields(OptimizerConfig)}
+    assert names == {key for key in IGNORED | ACTING if key.startswith("optimizer.")}
+    for typed in (*map("=".join, IGNORED.items()), "+optimizer.options.eps=1", "~schedule.warmup"):
+        message = f"^create_training_pipeline: {re.escape(typed)} has no effect, as optimizer is"
+        with pytest.raises(UsageError, match=message):
+            create(overrides=[*runs.QUICK, typed])
+    with create(overrides=[*runs.QUICK, *map("=".join, ACTING.items())]) as pipeline:
+        update = pipeline.run.update
+        assert update.average and not update.ema_warmup
+        assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]

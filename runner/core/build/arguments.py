@@ -28,6 +28,8 @@ from runner.core.optim.optimizer import Optimizer, incompatibility, sparse_embed
 from runner.core.record.text import shorten
 
 Loss = Callable[[Any, Any], Tensor]
+ACTING_KEYS = ("optimizer.ema", "optimizer.ema_warmup", "optimizer.freeze")
+"""Keys of the optimizer's group that act on a given optimizer, too."""
 
 
 class Closeable(ABC):
@@ -184,10 +186,13 @@ def check_model_arguments(
     if not callable(loss_fn):
         got = describe(loss_fn)
         raise UsageError(f"{caller}: loss_fn must be a function of (output, target), got {got}")
-    given = ("model", "data") if optimizer is None else ("model", "data", "optimizer")
     for text, key in check_overrides(caller, overrides):
-        if key in given or (key.startswith("model.") and not key.startswith("model.weights")):
-            part = key.partition(".")[0]
+        group, part = key.partition(".")[0], ""
+        if key in ("model", "data") or (group == "model" and not key.startswith("model.weights")):
+            part = group
+        elif optimizer is not None and group in ("optimizer", "schedule"):
+            part = "" if key in ACTING_KEYS else "optimizer"
+        if part:
             raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")
     if optimizer is not None:
         _check_optimizer(caller, model, optimizer)

@@ -444,7 +444,13 @@ def apply_requested_techniques(
     if setup.trains and given.optimization is None and not given.choices:  # of auto, of a replay
         warn_unused_settings(setup.config.optimization)
     own = setup.components.techniques, setup.resolve_target
-    techniques, unapplied = apply_techniques(setup.config.optimization, builder, *own)
+    try:
+        techniques, unapplied = apply_techniques(setup.config.optimization, builder, *own)
+    except TypeError as error:
+        from runner.core.train.failures import add_error_note  # imported only if used
+
+        add_error_note(builder, builder.sample(builder.micro_batch), error)
+        raise
     if setup.is_shared:  # last: layers are sharded after techniques have changed them
         techniques += rooms.find("processes", "parallel")(builder)
         setup.checkpointer.commit = setup.world.checkpoint_commit()

@@ -81,14 +81,8 @@ def load_data(setup: Setup) -> RunData:
     is_same = before == preprocessing.files.get("own") and not run_data.data.is_stream
     if user_data is None and stored is not None and is_same:
         opening = OpenOptions(setup.policy, stored, split_rule=stored.split)
-        run_data.trained_indices = partial(
-            trained_data.find_trained_indices,
-            config,
-            setup.settings,
-            run_data,
-            opening,
-            setup.resolve_target,
-        )
+        now = config, setup.settings, run_data, opening, setup.resolve_target
+        run_data.trained_indices = partial(trained_data.find_trained_indices, *now)
     return run_data
 
 

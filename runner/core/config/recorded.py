@@ -65,6 +65,7 @@ def merge_recorded_overrides(overrides: Sequence[str], sweeps: bool) -> ResumedR
     merged += _absolute_paths(runs[0], typed)
     keys = {o.key: o.value for o in map(parse_override, merged)}
     names_data = any(o.key in PATH_KEYS and o.key.startswith("data.") for o in typed)
+    names_data = names_data and keys.get("data._target_", "null") == "null"  # has no such key
     if names_data and keys.get("job") in TYPED_DATA_JOBS and CHANGED_KEY not in keys:
         merged.append(f"{CHANGED_KEY}=accept")  # the user means what the path has now
     elsewhere = sweeps or keys.get("job", "train") != "train" or "hydra.run.dir" in keys

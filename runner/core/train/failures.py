@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from torch import nn
 
 from runner.core.device.device_errors import is_device_error, is_out_of_memory
 from runner.core.errors import (
@@ -19,10 +22,10 @@ from runner.core.errors import (
     StorageError,
     error_text,
 )
-from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.batch import Batch, Inputs, call_model
 from runner.core.interfaces.nested import describe
 from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import NotNeeded
+from runner.core.interfaces.technique import NotNeeded, RunBuilder
 from runner.core.record.text import summarize_error
 from runner.core.train.evidence import collect_evidence, technique_statuses
 from runner.core.train.run_state import save
@@ -34,9 +37,14 @@ STATE_GROUPS = ("model.", "optimizer.", "optimization.", "data.")  # config that
 MAX_KEYS = 4  # in a message
 
 
-def add_error_note(run: Run, batch: Batch, error: Exception) -> None:
-    """Add a note to torch's error about sizes or a missing gradient."""
+def add_error_note(run: Run | RunBuilder, batch: Batch, error: Exception) -> None:
+    """Add a note to torch's error about sizes or a missing gradient.
+
+    ConfigError in its place if the model's forward has no parameters for the inputs.
+    """
     text = str(error)
+    if isinstance(error, TypeError):
+        _check_parameters(run.model, batch[0], error)
     if not isinstance(error, RuntimeError | ValueError) or is_out_of_memory(error):
         return
     if "does not require grad" in text:
@@ -46,6 +54,21 @@ def add_error_note(run: Run, batch: Batch, error: Exception) -> None:
         sizes = ", ".join(f"{k}={v}" for k, v in run.sizes.for_constructor().items())
         fix = f"; a model._target_ of your own may take {sizes}" if sizes else ""
         error.add_note(f"data gives the model {describe(batch[0])}{fix}")
+
+
+def _check_parameters(model: nn.Module, inputs: Inputs, error: TypeError) -> None:
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # it has none, such as one written in C
+        return
+    try:
+        call_model(signature.bind, inputs)
+    except TypeError:
+        parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        form = inspect.Signature(parameters)
+        problem = f"{type(model).__name__}.forward{form} does not take what data gives"
+        fix = "change model or data: a dict is passed by name, a tuple by position"
+        raise ConfigError("model", f"{problem}, {describe(inputs)}", fix) from error
 
 
 def name_changed_keys(

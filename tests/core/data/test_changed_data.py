@@ -190,6 +190,7 @@ def test_a_relative_path_is_that_of_the_folder_in_which_the_run_was_started(
         (["job=evaluate"], False),
         (["data.path=t.csv"], False),
         (["job=evaluate", "data.path=t.csv", "data.changed=error"], False),
+        (["job=predict", "data._target_=my.Data", "+data.path=t.csv"], False),  # it has no such key
     ],
 )
 def test_a_path_typed_for_an_evaluation_means_what_it_has_now(

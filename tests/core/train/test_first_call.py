@@ -228,6 +228,29 @@ def test_an_input_of_another_size_is_named_with_the_sizes_of_the_data(sanity: st
     assert text.endswith(f"; {note}in_features=3, classes=1")
 
 
+class TwoInputs(nn.Linear):
+    def forward(self, a: Tensor, b: Tensor | None, *, c: int = 0) -> Tensor:
+        return super().forward(a if b is None else a + b)
+
+
+class WrongInside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, 1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("typed", ["seed=0", "training.sanity=false", "optimization=advanced"])
+def test_inputs_that_forward_has_no_parameters_for_are_named_with_its_signature(typed: str) -> None:
+    message = (
+        r"^model: TwoInputs\.forward\(a, b, \*, c=0\) does not take what data gives, "
+        r"float32 of shape \[\d, 3\]; change model or data: a dict is passed by name, a tuple by"
+    )
+    with pytest.raises(ConfigError, match=message) as raised:
+        trained(F.mse_loss, table(), typed, model=TwoInputs(3, 1))
+    assert raised.value.key == "model"
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        trained(F.mse_loss, table(), typed, model=WrongInside(3, 1))
+
+
 def test_a_loss_that_depends_on_no_weight_is_named_with_its_fix() -> None:
     with pytest.raises(RuntimeError, match="does not require grad") as raised:
         trained(F.l1_loss, table(1, (40, 1)), model=Detached(3, 1))
