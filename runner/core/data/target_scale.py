@@ -131,7 +131,7 @@ def target_center(sizes: Sizes, values: Any = None) -> Any:
     mean = _per_target(sizes.target_mean, values)
     if not sizes.log_target:
         return mean
-    return exp(mean) if isinstance(mean, float) else mean.exp()
+    return mean.exp() if isinstance(sizes.target_mean, tuple) else exp(mean)
 
 
 def target_spread(sizes: Sizes, values: Any = None) -> Any:
