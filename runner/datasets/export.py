@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from runner.core.checkpoint.snapshot import Copier, write_tensors
 from runner.core.data.preprocessing import NAME as PREPROCESSING
 from runner.core.data.preprocessing import Preprocessing, parse_preprocessing
+from runner.core.data.target_scale import in_target_unit
 from runner.core.errors import ConfigError, RunnerError, StorageError, install_command
 from runner.core.execution.evaluation import copy_standalone_model
 from runner.core.interfaces.batch import Column, Inputs, batch_size_of, call_model, slice_rows
@@ -291,7 +292,7 @@ class RawInputModel(nn.Module):
         output = logits(call_model(self.model, inputs)).double()
         if self.sizes.task == "classification":
             return class_logits(output, self.sizes.classes).softmax(1).float()
-        values: Tensor = self.sizes.in_target_unit(output)
+        values: Tensor = in_target_unit(self.sizes, output)
         # len() would make the batch size static
         return values.reshape(values.shape[0], -1).float()
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Container, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.loader import BatchLoader
 from runner.core.data.preprocessing import Preprocessing
+from runner.core.data.target_scale import in_target_unit
 from runner.core.errors import ConfigError, StorageError, UsageError
 from runner.core.execution.evaluation import apply_in_parts, inference
 from runner.core.execution.generate import Sampling, generate
@@ -146,7 +148,7 @@ def _sample_columns(
 
 def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> PredictionColumns:
     if sizes.task == "regression":
-        values = sizes.in_target_unit(output.double())
+        values = in_target_unit(sizes, output.double())
         values = values.reshape(len(values), -1)
         # float32 outputs are precise to about 1e-7 of the targets' deviation
         if sizes == sizes.unscaled() or sizes.log_target:  # … or of the smaller one of value and 1
@@ -154,7 +156,11 @@ def _prediction_columns(output: torch.Tensor, sizes: Sizes) -> PredictionColumns
             factor = 10.0 ** (7 - size.log10().floor())
             values = (values * factor).round() / factor
         else:
-            values = values.round(decimals=7 - math.floor(math.log10(sizes.target_deviation)))
+            scales = sizes.target_deviation
+            scales = scales if isinstance(scales, tuple) else (scales,)
+            digits = [7 - math.floor(math.log10(scale)) for scale in scales]
+            for column, decimals in zip(values.T, cycle(digits), strict=False):
+                column.copy_(column.round(decimals=decimals))
         if values.shape[1] == 1:
             return {"prediction": values[:, 0].numpy()}
         return {f"prediction {i}": values[:, i].numpy() for i in range(values.shape[1])}

@@ -82,6 +82,12 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
             scale, choice = target_scale.fit_target_scale(target, train, config.target_transform)
             sizes = replace(sizes, **scale)
             choices = (*choices, choice)
+            is_inferred = config.task == "auto" and config.target_transform is None
+            if is_inferred and sizes.classes != 1 and y is not None and y.dtype.kind in "biu":
+                fix = "for labels of 0 and 1 use objective._target_=torch.nn.BCEWithLogitsLoss"
+                # a loss of the user's replaces choices of this key
+                said = Choice("data.target", "integers taken as numbers", fix, is_notice=True)
+                choices = (*choices, said)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
     return TensorsDataset(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
 
@@ -153,7 +159,10 @@ def _convert_target(
     """Return targets and sizes; class numbers with gaps, as 7 and 40, become indices."""
     if sizes.task == "regression":
         sizes = replace(sizes, classes=int(np.prod(y.shape[1:])))
-        return target_scale.target_array(y, float(y.std()) or 1.0), sizes
+        scale = 1.0 if trained is None else trained.target_deviation
+        is_one = isinstance(scale, float) and scale != 1.0  # of all targets: an earlier version
+        columns = [y] if is_one else target_scale.target_columns(y)
+        return target_scale.target_array(y, target_scale.target_deviations(columns)), sizes
     problem = f"{what} is {y.dtype} of shape {list(y.shape)}"
     if sizes.task == "language_modelling":
         if x.shape != y.shape or sizes.vocab is None or y.dtype.kind not in "iu":

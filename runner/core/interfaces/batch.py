@@ -18,8 +18,8 @@ Batch = tuple[Inputs, Any]
 
 LABEL_KEYS = ("labels", "label", "target", "targets", "y")
 """Keys of the target in samples that are dicts; the first that is there counts."""
-LINKS = ("exp", "sigmoid")
-"""Functions of a tensor from a model's output to the unit of the targets."""
+PerTarget = float | tuple[float, ...]
+"""A number for all targets, or one for each of several."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,11 @@ class Sizes:
     vocab: int | None = None  # tokens: ids are below this
     sequence: int | None = None  # tokens per sample
     class_names: tuple[str, ...] = ()
-    target_mean: float = 0.0  # regression: the objective subtracts it from the targets …
-    target_deviation: float = 1.0  # … and divides by it, so that any unit can be learned
+    target_mean: PerTarget = 0.0  # regression: the objective subtracts it from the targets …
+    target_deviation: PerTarget = 1.0  # … and divides by it, so that any unit can be learned
     log_target: bool = False  # regression: their logarithm is taken before
     padding: int | None = None  # id of a tokenizer's padding
     link: str = ""  # regression: exp | sigmoid of the output is in the target's unit; "": itself
-
-    def in_target_unit(self, output: Any) -> Any:
-        """Return a regression's output, a floating tensor, in the unit of the targets."""
-        values = output * self.target_deviation + self.target_mean
-        if self.log_target:
-            return values.exp()
-        return getattr(values, self.link)() if self.link in LINKS else values
 
     def unscaled(self) -> Sizes:
         """Return the sizes for a model that predicts targets in their own unit."""

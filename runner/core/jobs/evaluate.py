@@ -16,6 +16,7 @@ from runner.core.checks.model import ModelCheck
 from runner.core.checks.outputs import Changes, describe_changes, sanitise
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset
+from runner.core.data.target_scale import in_target_unit
 from runner.core.errors import ConfigError, RunnerError
 from runner.core.execution.evaluation import evaluate
 from runner.core.interfaces.hook import Evaluation
@@ -95,7 +96,7 @@ def _evaluate(run: Run, limits: OutputsConfig) -> Evaluation:
         nonlocal changes
         output = forward(*inputs, **keywords)
         if run.sizes.task == "regression" and isinstance(output, Tensor):
-            values = run.sizes.in_target_unit(output)
+            values = in_target_unit(run.sizes, output)
             _, own = sanitise(values, nan=limits.nan, low=limits.low, high=limits.high)
             changes += own
         elif tensors(output):

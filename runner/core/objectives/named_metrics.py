@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from runner.core.data.target_scale import in_target_unit
 from runner.core.device.device_errors import is_device_error, is_out_of_memory
 from runner.core.errors import ConfigError, RunnerError, install_command
 from runner.core.findings import Choice
@@ -105,7 +106,7 @@ def unscaled_values(sizes: Sizes, output: Tensor, target: Tensor) -> tuple[Tenso
         problem = f"the model returns {list(output.shape)} for targets {list(target.shape)}"
         raise ConfigError(METRICS_KEY, problem, "return as many numbers as there are targets")
     dtype = torch.float32 if output.device.type == "mps" else torch.float64
-    values = sizes.in_target_unit(output.to(dtype))
+    values = in_target_unit(sizes, output.to(dtype))
     rows = (len(target), -1) if target.numel() > len(target) else (-1,)
     return values.reshape(rows), target.to(dtype, copy=True).reshape(rows)
 

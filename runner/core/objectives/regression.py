@@ -12,9 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from runner.core.data.target_scale import in_model_unit, target_center, target_spread
+from runner.core.data.target_scale import (
+    in_model_unit,
+    in_target_unit,
+    target_center,
+    target_spread,
+)
 from runner.core.errors import ConfigError, DataError, UsageError
-from runner.core.interfaces.batch import Sizes
+from runner.core.interfaces.batch import PerTarget, Sizes
 from runner.core.interfaces.objective import Objective
 from runner.core.objectives import model_output
 from runner.core.schemas.data import CLASS_TARGET_FIX
@@ -29,8 +34,8 @@ class RegressionObjective(Objective):
 
     def __init__(
         self,
-        mean: float = 0.0,
-        deviation: float = 1.0,
+        mean: PerTarget = 0.0,
+        deviation: PerTarget = 1.0,
         loss: str = "mse",
         delta: float = 1.0,
         log_target: bool = False,
@@ -67,7 +72,7 @@ class RegressionObjective(Objective):
         scaled = predicted.double().reshape(len(predicted), -1)
         target = target.double().reshape(len(target), -1)
         losses = self.loss(scaled, in_model_unit(self.sizes, target), reduction="none")
-        predicted, center = self.sizes.in_target_unit(scaled), target_center(self.sizes)
+        predicted, center = in_target_unit(self.sizes, scaled), target_center(self.sizes, scaled)
         error, target = predicted - target, target - center  # for precise sums of squares
         return {
             "loss": losses.sum(0),
@@ -112,7 +117,7 @@ class RegressionObjective(Objective):
         def is_constant(name: str) -> bool:
             squared = totals[f"{name}_squared"] / count
             variance = squared - (totals[name] / count).square()
-            least = target_spread(self.sizes) ** 2
+            least = target_spread(self.sizes, squared) ** 2
             return bool((variance <= 1e-12 * squared.clamp(min=least)).all())
 
         return count > 1 and is_constant("prediction") and not is_constant("target")

@@ -194,7 +194,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return value
     if shape is UnionType:
         optional = value is None and NoneType in inner
-        return None if optional else _convert(inner[0], value, path)
+        lists = [kind for kind in inner if isinstance(value, list) and get_origin(kind) is tuple]
+        return None if optional else _convert((lists or inner)[0], value, path)
     if shape is float and (value is None or type(value) in (int, float)):
         return math.nan if value is None else float(value)
     if is_dataclass(kind) and isinstance(value, dict):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from runner.core.data.target_scale import in_target_unit
 from runner.core.interfaces.batch import Sizes
 from runner.core.jobs.evaluate import build_trained
 from runner.core.objectives.build import adapt_sizes
@@ -62,8 +63,8 @@ def test_a_loss_determines_the_function_from_output_to_target_unit(loss: str, li
     adapted, _ = adapt_sizes(ObjectiveConfig(_target_=loss), sizes, own=False)
     output = torch.linspace(-2, 2, 9)
     assert callable(link)
-    torch.testing.assert_close(adapted.in_target_unit(output), link(output))
-    torch.testing.assert_close(sizes.in_target_unit(output), output * 2 + 5)
+    torch.testing.assert_close(in_target_unit(adapted, output), link(output))
+    torch.testing.assert_close(in_target_unit(sizes, output), output * 2 + 5)
     if link is torch.exp:
         named, _ = build_named_metrics(["MeanAbsoluteError"], adapted, None)
         state = named.batch_sums(output[:, None], output.exp())
