@@ -125,7 +125,9 @@ class Recording(Hook):
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:
             packages, step = user_packages(self.settings), run.progress.step
-            self.origin = provenance.record(folder, self.data_files, packages, step)
+            self.origin = provenance.record(
+                folder, self.data_files, packages, step, run.changed_keys
+            )
         except OSError as error:
             log.warning("provenance.json not written: %s", error)
 

@@ -144,6 +144,7 @@ class Run(RunParts):
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     event_position: Any = None  # file and length of TensorBoard's events at that checkpoint
     same_config: bool = False  # the checkpoint resumed from has this config's hash
+    changed_keys: list[str] = field(default_factory=list)  # since then, as `seed=1 (was 0)`
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # by what grows
     baseline: dict[str, float] = field(default_factory=dict)  # metrics of constant predictions
     test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`

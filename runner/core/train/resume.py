@@ -94,9 +94,10 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
     run.same_config = state["config_hash"] == run.config_hash
     if trains and not run.same_config:
         before, after = state["settings"], comparable_settings(run.settings)
-        changed_keys = [k for k in after if before.get(k, after[k]) != after[k]]
-        texts = [f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]]
-        log.warning("the config differs from %s: %s", restored.path, ", ".join(texts))
+        changed = [(k, before[k]) for k in after if before.get(k, after[k]) != after[k]]
+        run.changed_keys = [f"{key}={after[key]} (was {was})" for key, was in changed]
+        texts = ", ".join(run.changed_keys[:8])
+        log.warning("the config differs from %s: %s", restored.path, texts)
     if trains:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
