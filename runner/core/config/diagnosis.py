@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.config import suggestions
-from runner.core.config.aliases import find_replacement
+from runner.core.config.aliases import OWN_CLASSES, OWN_SCHEDULE, find_replacement
 from runner.core.config.groups import MIN_SIMILARITY, group_options
 from runner.core.config.run_config import SCHEMAS
 from runner.core.config.spelling import CliOverride, Compose, first_job, parse_override
@@ -159,6 +159,8 @@ def _unknown_key_error(
         existing = f"did you mean {nearest_key}? {existing}"
     elif not i and isinstance(config.get(group), DictConfig):
         existing = f"{group} has {', '.join(own_keys(config[group]))}"
+    if part == "_target_":
+        existing = f"{OWN_SCHEDULE if path == 'schedule' else OWN_CLASSES}; {existing}"
     fallback = find_replacement(override.key) or ("" if suggestion and not i else existing)
     return suggestions.suggestion_error(override.key, problem, suggestion, fallback)
 
