@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner import rooms
 from runner.cli.arguments import MULTIRUN_MODE, Arguments
+from runner.cli.preflight import check_job_keys
 from runner.cli.resume import check_inputs_exist
 from runner.core.checkpoint.ownership import check_no_record
 from runner.core.config.composing import typed
@@ -75,6 +76,7 @@ def prepare_sweep(
             failures.append(error)
     if len(failures) == len(configs):
         raise failures[0]
+    check_job_keys(files.cli, checked)
     if any(composed.job.kind is JobKind.benchmark for composed in configs):
         fix = "leave -m out and name the arms: benchmark.arms=[none,basic]"
         raise ConfigError("job", "a benchmark cannot be swept: its arms take turns", fix)

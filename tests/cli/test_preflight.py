@@ -51,6 +51,12 @@ MISSING = ["data=tabular", "data.path=flows.csv", "data.target=label"]
         ("name=a b=c", "cannot be read"),
         ("optimizer.options.amsgrad=true", "add it: +optimizer.options.amsgrad=true"),
         ("hydra.run.dirr=x", "did you mean hydra.run.dir=x?"),
+        (
+            "predict.tokens=5",
+            "predict.tokens: is for job=predict; add job=predict, or leave it out",
+        ),
+        ("++benchmark.budget_s=3", "benchmark.budget_s: is for job=benchmark; add"),
+        ("evaluate.export=onnx", "evaluate.export: needs a trained model; train first"),
         ("+model.width=64", "drop the +: model.width=64"),
         ("+model.wdith=64", "no key 'wdith' in model=mlp; did you mean model.width=64?"),
         ("model.weights=conf/w.pt", "model.weights: conf/w.pt does not exist, nor does its folder"),
@@ -200,6 +206,7 @@ def test_a_mistake_in_an_own_experiment_names_the_file_the_key_and_the_fix(
             "optimization: no option 'bsic'",
         ),
         (["-m", "training.stpes=1,2", "data=cancer"], ConfigError, "did you mean training.steps=1"),
+        (["-m", "seed=0,1", "verify.steps=5"], ConfigError, "verify.steps: is for job=verify"),
         (["-m", "data=tabular", "seed=0,1"], ConfigError, "data.path: has no value"),
         (["-m", "training.steps=1,x"], ConfigError, "must be a whole number"),
         (

@@ -25,6 +25,7 @@ from runner.core.config.suggestions import BATCH_SIZE, Suggester, own_keys
 from runner.core.errors import ConfigError, StorageError, install_command
 from runner.core.record import hydra_files
 from runner.core.record.column_overrides import list_override
+from runner.core.record.text import escape_control_chars
 from runner.core.schemas.data import decode_name
 
 CONVERSION_ERROR = re.compile(
@@ -40,6 +41,7 @@ PLUGIN_HINT = (
 )
 JOBS_WITH_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"
+HEADER = 500  # characters of a csv's first line, in a message
 
 
 def explain_error(
@@ -163,6 +165,16 @@ def _unknown_key_error(
         existing = f"{OWN_SCHEDULE if path == 'schedule' else OWN_CLASSES}; {existing}"
     fallback = find_replacement(override.key) or ("" if suggestion and not i else existing)
     return suggestions.suggestion_error(override.key, problem, suggestion, fallback)
+
+
+def unnamed_target(path: Path) -> ConfigError:
+    """Return the error for `data.target` without a value; it shows the header of a csv."""
+    fix = "name the column to predict: data.target=…"
+    if path.suffix.lower() in (".csv", ".tsv", ".txt") and path.is_file():
+        with suppress(OSError), path.open(errors="replace") as lines:
+            header = escape_control_chars(lines.readline(HEADER).strip())
+            fix += f"; the first line of {path.name} is: {header}"
+    return ConfigError("data.target", "has no value", fix)
 
 
 # -- user config files ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -69,26 +69,19 @@ def literal_overrides(overrides: Any) -> list[str]:
 
 
 def record(
-    folder: Path,
-    data: DataFiles | None = None,
-    packages: Collection[str] = (),
-    step: int = 0,
-    changed_keys: Sequence[str] = (),
+    folder: Path, data: DataFiles | None = None, packages: Collection[str] = (), **start: Any
 ) -> dict[str, Any]:
     """Append this session to `provenance.json` and return it; earlier sessions come first.
 
-    It has the digests of the loaded modules of `packages`, the user's, the `step` before it, and
-    the keys that were changed at that step.
+    It has the digests of the loaded modules of `packages`, the user's, and what it `start`s from.
     """
     session: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
         "git": git_state(),
         "versions": versions(),
-        "step": step,
+        **start,
     }
-    if changed_keys:
-        session["changed_keys"] = [*changed_keys]
     if data is not None and data.paths:
         session["data"] = data.digest
     if modules := digest_modules(packages):

@@ -76,6 +76,6 @@ def test_each_session_of_a_resumed_run_is_kept_unless_the_record_is_damaged(
         provenance.record(tmp_path)
         sessions = json.loads((tmp_path / "provenance.json").read_text())["sessions"]
         assert len(sessions) == count
-    assert sessions[0].keys() == {"started", "command", "git", "versions", "step"}
+    assert sessions[0].keys() == {"started", "command", "git", "versions"}
     names = {"python", "platform", "torch", "numpy", "hydra-core", "omegaconf"}
     assert names <= sessions[0]["versions"].keys()
