@@ -218,8 +218,7 @@ def _is_restarted() -> bool:
         return False
     from runner.scale.distributed.rank_info import detect_rank
 
-    place = detect_rank()
-    return place is not None and bool(place.rank or place.attempt)
+    return (place := detect_rank()) is not None and bool(place.rank or place.attempt)
 
 
 def _continue_requeued_run(flags: Arguments, planned: Path, config: RunConfig) -> str:
