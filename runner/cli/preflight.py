@@ -20,7 +20,7 @@ from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.core.config.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.core.config.groups import CONF
 from runner.core.config.run_config import RunConfig, config_hash
-from runner.core.config.spelling import first_job, normalize_overrides
+from runner.core.config.spelling import check_job_keys, first_job, normalize_overrides
 from runner.core.errors import ConfigError, UsageError
 from runner.core.record import hydra_files
 from runner.core.record.text import quote_for_hydra
@@ -166,7 +166,7 @@ def _check_run(
             raise unnamed_target(Path(os.path.expanduser(str(composed.data.path)))) from None
         raise
     if not request.is_job:  # whose sweep may be over jobs
-        check_job_keys(cli_overrides, [config])
+        check_job_keys(cli_overrides.values, [config.job.kind])
     if config.model.weights is not None or hasattr(config.data, "path"):
         from runner.cli.resume import check_inputs_exist
 
@@ -200,14 +200,6 @@ def _check_run(
         check_arms(config.benchmark, flags.overrides, folders, name)
     if config.job.kind is JobKind.scan:
         rooms.find("preflight", "scan", "job=scan")(config.scan.path)
-
-
-def check_job_keys(typed_keys: CliOverrides, configs: Sequence[RunConfig]) -> None:
-    """Raise ConfigError for a typed key of a job that no config does, where it has no effect."""
-    others = {*JobKind.__members__} - {config.job.kind.name for config in configs}
-    for key in typed_keys.values:
-        if (group := key.partition(".")[0]) in others:
-            raise ConfigError(key, f"is for job={group}", f"add job={group}, or leave it out")
 
 
 def _is_restarted() -> bool:
