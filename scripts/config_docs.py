@@ -25,7 +25,11 @@ HEAD = """\
 
 Written by `python scripts/config_docs.py` from the dataclasses of
 `runner/core/config/run_config.py`; do not edit.
-What each group's options set is in `conf/<group>/`. Type `key=value`; `null` is for "not set".
+Type `key=value`; `null` is for "not set".
+
+**The default is that of the schema alone.** The option of each group that `conf/config.yaml` names
+(`schedule: cosine`), or that is typed, sets others in `conf/<group>/<option>.yaml`
+(`schedule.warmup: 0.05`). `python -m runner --cfg job` prints what a run gets.
 """
 COLUMNS = "| key | type | default | bounds | meaning |\n|---|---|---|---|---|\n"
 

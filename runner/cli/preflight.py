@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ from runner.cli.arguments import MULTIRUN_MODE, Arguments
 from runner.core.config.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.core.config.groups import CONF
 from runner.core.config.run_config import RunConfig, config_hash
-from runner.core.config.spelling import first_job, normalize_overrides
+from runner.core.config.spelling import check_job_keys, first_job, normalize_overrides
 from runner.core.errors import ConfigError, UsageError
 from runner.core.record import hydra_files
-from runner.core.record.text import escape_control_chars, quote_for_hydra
+from runner.core.record.text import quote_for_hydra
 from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.sweep import JOB_VARIABLE
 from runner.core.security import secrets
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 PLUGIN_FOLDER = str(Path(__file__).resolve().parents[1] / "scale" / "plugins")
 RANK_VARIABLES = {"RANK", "SLURM_STEP_ID"}  # variables that torchrun and srun set
-HEADER = 500  # characters of a csv's first line, in a message
 
 
 @dataclass
@@ -162,8 +161,12 @@ def _check_run(
         config = typed(composed.copy())
     except ConfigError as error:
         if error.key == "data.target" and OmegaConf.is_missing(composed.data, "target"):
-            raise _unnamed_target(Path(os.path.expanduser(str(composed.data.path)))) from None
+            from runner.core.config.diagnosis import unnamed_target
+
+            raise unnamed_target(Path(os.path.expanduser(str(composed.data.path)))) from None
         raise
+    if not request.is_job:  # whose sweep may be over jobs
+        check_job_keys(cli_overrides.values, [config.job.kind])
     if config.model.weights is not None or hasattr(config.data, "path"):
         from runner.cli.resume import check_inputs_exist
 
@@ -200,16 +203,14 @@ def _check_run(
 
 
 def _is_restarted() -> bool:
-    """Whether this process belongs to a run that another one has begun: torchrun or SLURM has
-    started it again, or it is a rank above 0."""
+    """Whether torchrun or SLURM has started this run again, or this process is a rank above 0."""
     if os.environ.get("SLURM_RESTART_COUNT", "0") != "0":
         return True
     if not RANK_VARIABLES & os.environ.keys():
         return False
     from runner.scale.distributed.rank_info import detect_rank
 
-    place = detect_rank()
-    return place is not None and bool(place.rank or place.attempt)
+    return (place := detect_rank()) is not None and bool(place.rank or place.attempt)
 
 
 def _continue_requeued_run(flags: Arguments, planned: Path, config: RunConfig) -> str:
@@ -222,16 +223,6 @@ def _continue_requeued_run(flags: Arguments, planned: Path, config: RunConfig) -
         flags.overrides.append("checkpoint.resume=auto")
         return "auto"
     return resume
-
-
-def _unnamed_target(path: Path) -> ConfigError:
-    """Return the error for `data.target` without a value; it shows the header of a csv."""
-    fix = "name the column to predict: data.target=…"
-    if path.suffix.lower() in (".csv", ".tsv", ".txt") and path.is_file():
-        with suppress(OSError), path.open(errors="replace") as lines:
-            header = escape_control_chars(lines.readline(HEADER).strip())
-            fix += f"; the first line of {path.name} is: {header}"
-    return ConfigError("data.target", "has no value", fix)
 
 
 def _resume_folder(

@@ -15,7 +15,7 @@ from runner.cli.resume import check_inputs_exist
 from runner.core.checkpoint.ownership import check_no_record
 from runner.core.config.composing import typed
 from runner.core.config.run_config import RunConfig
-from runner.core.config.spelling import first_job, parse_override, sample_jobs
+from runner.core.config.spelling import check_job_keys, first_job, parse_override, sample_jobs
 from runner.core.errors import (
     ConfigError,
     Interrupted,
@@ -75,6 +75,7 @@ def prepare_sweep(
             failures.append(error)
     if len(failures) == len(configs):
         raise failures[0]
+    check_job_keys(files.cli.values, [one.job.kind for one in checked])
     if any(composed.job.kind is JobKind.benchmark for composed in configs):
         fix = "leave -m out and name the arms: benchmark.arms=[none,basic]"
         raise ConfigError("job", "a benchmark cannot be swept: its arms take turns", fix)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.core.config.groups import REPLICATE_KEYS
+from runner.core.config.groups import REPLICATE_KEYS, without_arguments
 from runner.core.errors import StorageError
 from runner.core.format import join_names
 from runner.core.record.hydra_files import overrides_by_key
@@ -85,20 +85,26 @@ def benchmark_command(rows: Sequence[ComparisonRow]) -> str:
     and folds are those of the first row.
     """
     finished = [row for row in rows if row.finished]
-    overrides = [overrides_by_key(row.overrides) for row in finished]
     if has_distributed_rows(finished):
         return ""
-    keys = [key for key in varied_keys(overrides) if _may_differ_between_arms(key)]
-    arms = [[f"{key}={x[key]}" for key in keys if key in x] for x in overrides]
+    typed = [_texts_by_key(row.overrides) for row in finished]
+    keys = [key for key in varied_keys(typed) if _may_differ_between_arms(key)]
+    arms = [[by_key[key] for key in keys if key in by_key] for by_key in typed]
     texts = list(dict.fromkeys(map(_arm_text, filter(None, arms))))[:MAX_ARMS]
     if len(texts) < 2:
         return ""
     words = shlex.split(finished[0].command)
     replaced = {*keys, "job", "checkpoint.resume"}
-    words = [word for word in words if word.partition("=")[0].lstrip("+~") not in replaced]
+    words = [word for word in words if not _texts_by_key([word]).keys() & replaced]
     # double marks: a shell takes what has no single ones without escapes
     listed = ",".join(x if x.isidentifier() else quote_for_hydra(x, "double") for x in texts)
     return shlex.join([*words, "job=benchmark", f"benchmark.arms=[{listed}]"])
+
+
+def _texts_by_key(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the overrides as typed, with + or ~, by key."""
+    texts = map(without_arguments, overrides)
+    return {key: text for text in texts for key in overrides_by_key([text])}
 
 
 def _may_differ_between_arms(key: str) -> bool:

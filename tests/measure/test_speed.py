@@ -56,6 +56,7 @@ def measured(*arms: Any, **more: Any) -> BenchmarkResult:
     return result(*arms, control=None, noise_floor=0.07, **more)
 
 
+OWN = ["data=cancer", "model._target_=my_package.Net", "security.trusted=[my_package]"]
 LEVELS = [[f"optimization={level}"] for level in ENGAGED]
 
 
@@ -107,6 +108,12 @@ def test_runs_with_the_same_computation_get_no_speed_verdict(
          ["optimization=none debug=full", "optimization=basic debug=none"]),
         ([["data=digits", "model.width=8"], ["data=cancer", "model.width=9"]],
          ["model.width=8", "model.width=9"]),
+        ([["+optimizer.options.eps=1e-8"], ["++optimizer.options.eps=1e-6"]],
+         ["+optimizer.options.eps=1e-8", "++optimizer.options.eps=1e-6"]),
+        ([["optimizer=sgd", "~optimizer.options.nesterov"], ["optimizer=adam"]],
+         ["optimizer=sgd '~optimizer.options.nesterov'", "optimizer=adam"]),
+        ([[*OWN, "+model.arguments.width=8"], [*OWN, "+model.width=9"]],
+         ["+model.width=8", "+model.width=9"]),
     ],
 )  # fmt: skip
 def test_the_command_that_compares_speeds_composes_its_arms(
@@ -117,6 +124,7 @@ def test_the_command_that_compares_speeds_composes_its_arms(
     assert words[:3] == ["python", "-m", "runner"] and "job=benchmark" in words
     shared_keys = {word.partition("=")[0] for word in words[3:]}
     assert not shared_keys & {"optimization", "debug", "optimizer.lr", "model.width"}
+    assert not [word for word in words[3:] if word[0] in "+~"]
     settings = compose(words[3:]).benchmark
     made = compose_arms(settings, words[3:])
     assert [arm.name for arm in made] == arms

@@ -37,8 +37,9 @@ from runner.core.security.paths import run_tree_folders
 class Components:
     """Objects made by the caller, in place of those that the config names.
 
-    With an `optimizer` the caller sets learning rates; `techniques` are those of optimization.extra
-    by name, and `hooks` come after the config's. The others are for runs that jobs make.
+    With an `optimizer` the caller sets learning rates; `validation` is for a DataLoader or stream;
+    `techniques` are those of optimization.extra by name, and `hooks` come after the config's. The
+    others are for runs that jobs make.
     """
 
     model: nn.Module | None = None

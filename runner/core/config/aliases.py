@@ -186,6 +186,11 @@ _MACHINES = (
     "(srun --nodes 2 --ntasks-per-node 8 python -m runner distributed=ddp)"
 )
 _SPLIT = "training.batch_size is all samples of an update, training.micro_batch those of one pass"
+OWN_CLASSES = "data, model, objective and optimizer have it; others go into debug.hooks"
+OWN_SCHEDULE = (
+    "a scheduler of your own is called from Python: Components(optimizer=…, hooks=[…]), with a "
+    "hook whose on_step calls its step()"
+)
 _CLAIMS = "claims about techniques are measured by python scripts/bench_claims.py in a checkout"
 _HINTS = {
     "logger loggers wandb mlflow tensorboard report_to": _LOGGERS,

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.core.config import suggestions
-from runner.core.config.aliases import find_replacement
+from runner.core.config.aliases import OWN_CLASSES, OWN_SCHEDULE, find_replacement
 from runner.core.config.groups import MIN_SIMILARITY, group_options
 from runner.core.config.run_config import SCHEMAS
 from runner.core.config.spelling import CliOverride, Compose, first_job, parse_override
@@ -25,6 +25,7 @@ from runner.core.config.suggestions import BATCH_SIZE, Suggester, own_keys
 from runner.core.errors import ConfigError, StorageError, install_command
 from runner.core.record import hydra_files
 from runner.core.record.column_overrides import list_override
+from runner.core.record.text import escape_control_chars
 from runner.core.schemas.data import decode_name
 
 CONVERSION_ERROR = re.compile(
@@ -40,6 +41,7 @@ PLUGIN_HINT = (
 )
 JOBS_WITH_RUN = ("evaluate", "predict")
 EXAMPLE = "checkpoint.resume=outputs/runs/…"
+HEADER = 500  # characters of a csv's first line, in a message
 
 
 def explain_error(
@@ -159,8 +161,20 @@ def _unknown_key_error(
         existing = f"did you mean {nearest_key}? {existing}"
     elif not i and isinstance(config.get(group), DictConfig):
         existing = f"{group} has {', '.join(own_keys(config[group]))}"
+    if part == "_target_":
+        existing = f"{OWN_SCHEDULE if path == 'schedule' else OWN_CLASSES}; {existing}"
     fallback = find_replacement(override.key) or ("" if suggestion and not i else existing)
     return suggestions.suggestion_error(override.key, problem, suggestion, fallback)
+
+
+def unnamed_target(path: Path) -> ConfigError:
+    """Return the error for `data.target` without a value; it shows the header of a csv."""
+    fix = "name the column to predict: data.target=…"
+    if path.suffix.lower() in (".csv", ".tsv", ".txt") and path.is_file():
+        with suppress(OSError), path.open(errors="replace") as lines:
+            header = escape_control_chars(lines.readline(HEADER).strip())
+            fix += f"; the first line of {path.name} is: {header}"
+    return ConfigError("data.target", "has no value", fix)
 
 
 # -- user config files ---------------------------------------------------------------------------

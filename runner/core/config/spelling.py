@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -17,6 +17,7 @@ from runner.core.config.groups import GROUP_ALIASES, USER_CLASS_GROUPS, group_op
 from runner.core.errors import ConfigError
 from runner.core.record.text import quote_for_hydra, quote_for_shell
 from runner.core.schemas.data import DataConfig
+from runner.core.schemas.jobs import JobKind
 from runner.core.schemas.models import ModelConfig
 
 OVERRIDE_PATTERN = re.compile(r"(?P<sign>\+\+|\+|~|)(?P<key>[^=@]+)(?P<rest>.*)", re.DOTALL)
@@ -93,10 +94,17 @@ def parse_override(text: str) -> CliOverride:
             fix = f"names with special characters are in double quotes: {example}"
         problem = f"{text} cannot be read ({reason})"
         raise ConfigError(key.lstrip("+~") or text, problem, fix) from error
-    match = OVERRIDE_PATTERN.match(text)
-    if match is None:
+    if (match := OVERRIDE_PATTERN.match(text)) is None:
         raise ConfigError(text, "names no key", "write key=value")
     return CliOverride(match["sign"], match["key"], match["rest"], parsed)
+
+
+def check_job_keys(keys: Iterable[str], kinds: Collection[JobKind]) -> None:
+    """Raise ConfigError for a key of a job that is none of `kinds`, where it has no effect."""
+    others = {kind.name for kind in JobKind if kind not in kinds}
+    for key in keys:
+        if (group := key.partition(".")[0]) in others:
+            raise ConfigError(key, f"is for job={group}", f"add job={group}, or leave it out")
 
 
 def normalize_overrides(

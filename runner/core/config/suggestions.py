@@ -69,7 +69,7 @@ class Suggester:
         keys.append(aliases.find_key(name))
         if name in self.groups or (group and name in config and name != "name"):
             keys.append(name)
-        if not aliases.find_replacement(key):
+        if name != "_target_" and not aliases.find_replacement(key):
             leaves = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(_all_keys(config)))}
             keys.append(leaves.get(nearest(name, leaves, 0.8) or "", ""))
             keys.append(self.nearest_key(key, i, config))
@@ -135,8 +135,9 @@ def format_command(overrides: Sequence[str]) -> str:
 
 
 def own_keys(node: DictConfig | None) -> list[str]:
-    """Return the keys of a node that can be typed; none of a mapping that is null."""
-    return [str(key) for key in node or () if key not in ("kind", "arguments", "_target_")]
+    """Return the keys of a node to name; none of a mapping that is null."""
+    hidden = ("kind", "arguments", "_target_") if "arguments" in (node or ()) else ()
+    return [str(key) for key in node or () if key not in hidden]
 
 
 def _all_keys(config: DictConfig, prefix: str = "") -> Iterator[str]:

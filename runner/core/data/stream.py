@@ -249,7 +249,8 @@ def adopt_data(
         if validation is None:
             return UserDataset(data, name, config, opening)
         problem = f"is for a DataLoader or a stream, and {name} has an index to split by"
-        raise UsageError(f"Components.validation {problem}; leave it out")
+        fix = "leave it out, or use create_training_pipeline(model, data, validation=…)"
+        raise UsageError(f"Components.validation {problem}; {fix}")
     name = name if source is data else f"the DataLoader of {name}"
     try:
         stream = StreamDataset(lambda: data, name, config, opening)

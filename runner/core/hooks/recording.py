@@ -116,16 +116,16 @@ class Recording(Hook):
             typed = hydra_files.overrides_by_key(hydra_files.recorded_overrides(folder))
             in_sweep = (folder.absolute().parent / hydra_files.SWEEP).exists()
             shared = rooms.find("hparams", "sweep")(folder) if in_sweep else {}
-            values, foremost = hydra_files.hparam_columns(self.settings, typed, shared)
-            metrics = _hparam_metrics(run)
-            run.recorder.hparams(_row_name(run.name, folder), values, metrics, foremost)
+            values, first = hydra_files.hparam_columns(self.settings, typed, shared)
+            run.recorder.hparams(_row_name(run.name, folder), values, _hparam_metrics(run), first)
         config = folder / hydra_files.CONFIG  # with environment variables unresolved
-        if config.is_file() and not (continues and run.same_config):
+        if config.is_file() and (run.changed_keys or not continues):
             text = read_record(config).decode("utf-8", "replace")
             run.recorder.text("about/config", markdown.code(text, "yaml"), run.progress.step)
         try:
-            packages, step = user_packages(self.settings), run.progress.step
-            self.origin = provenance.record(folder, self.data_files, packages, step)
+            packages = user_packages(self.settings)
+            start = {"step": run.progress.step, "changed_keys": run.changed_keys}
+            self.origin = provenance.record(folder, self.data_files, packages, **start)
         except OSError as error:
             log.warning("provenance.json not written: %s", error)
 

@@ -143,7 +143,7 @@ class Run(RunParts):
     parent_best: Path | None = None  # of a fork: the best checkpoint of its parent, to be copied
     record_offset: int | None = None  # length of metrics.jsonl at the checkpoint resumed from
     event_position: Any = None  # file and length of TensorBoard's events at that checkpoint
-    same_config: bool = False  # the checkpoint resumed from has this config's hash
+    changed_keys: list[str] = field(default_factory=list)  # since the checkpoint resumed from
     leaks: dict[str, LeakDetector] = field(default_factory=dict)  # by what grows
     baseline: dict[str, float] = field(default_factory=dict)  # metrics of constant predictions
     test_metrics: dict[str, float] = field(default_factory=dict)  # `test/…`

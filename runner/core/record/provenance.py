@@ -69,33 +69,33 @@ def literal_overrides(overrides: Any) -> list[str]:
 
 
 def record(
-    folder: Path, data: DataFiles | None = None, packages: Collection[str] = (), step: int = 0
+    folder: Path, data: DataFiles | None = None, packages: Collection[str] = (), **start: Any
 ) -> dict[str, Any]:
     """Append this session to `provenance.json` and return it; earlier sessions come first.
 
-    It has the digests of the loaded modules of `packages`, the user's, and the `step` before it.
+    It has the digests of the loaded modules of `packages`, the user's, and what it `start`s from.
     """
     session: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command(),
         "git": git_state(),
         "versions": versions(),
+        **start,
     }
     if data is not None and data.paths:
         session["data"] = data.digest
     if modules := digest_modules(packages):
-        session |= {"step": step, "modules": modules}
+        session["modules"] = modules
     _write_sessions(folder, [*_read_sessions(folder), session])
     return session
 
 
 def add_loaded_modules(folder: Path, session: dict[str, Any], packages: Collection[str]) -> None:
     """Add the modules that were loaded since `session` was recorded, as the last one."""
-    step = session.get("step", 0)
     modules = digest_modules(packages, session.get("modules", {}))
     sessions = _read_sessions(folder)
     if modules != session.get("modules", {}) and sessions:
-        _write_sessions(folder, [*sessions[:-1], {**session, "step": step, "modules": modules}])
+        _write_sessions(folder, [*sessions[:-1], {**session, "modules": modules}])
 
 
 def _read_sessions(folder: Path) -> list[Any]:

@@ -91,12 +91,11 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
             run.batch_validator.load(state["inputs"])
         if run.bad_samples is not None:
             run.bad_samples.load(state.get("bad_samples", {}))
-    run.same_config = state["config_hash"] == run.config_hash
-    if trains and not run.same_config:
+    if trains and state["config_hash"] != run.config_hash:
         before, after = state["settings"], comparable_settings(run.settings)
-        changed_keys = [k for k in after if before.get(k, after[k]) != after[k]]
-        texts = [f"{k}={after[k]} (was {before.get(k)})" for k in changed_keys[:8]]
-        log.warning("the config differs from %s: %s", restored.path, ", ".join(texts))
+        changed = [(k, before[k]) for k in after if before.get(k, after[k]) != after[k]]
+        run.changed_keys = [f"{key}={after[key]} (was {was})" for key, was in changed[:8]]
+        log.warning("the config differs from %s: %s", restored.path, ", ".join(run.changed_keys))
     if trains:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)

@@ -19,7 +19,7 @@ from runner.core.record.digests import CHANGED_FIX, DataFiles, change_problem
 from runner.core.record.storage import read_record
 from runner.core.record.summary import Summary
 from runner.core.record.text import shorten
-from runner.core.schemas.data import DataChanged
+from runner.core.schemas.data import LOADING_KEYS, DataChanged
 from runner.measure.verify.end_state import differing_keys, read_metrics, saved_steps
 from runner.measure.verify.processes import RunProbe, train_in_processes, without_monitoring
 
@@ -31,6 +31,9 @@ UNEXPLAINED = (
     "no recorded fact differs: nondeterministic steps "
     "(try device.deterministic=true), or changed user code"
 )
+
+SAME_STEPS = ("checkpoint", "debug", "device", "monitoring")
+"""Groups of keys that may change while a run is continued, without other results."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,13 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
     """Repeat the run that `checkpoint.resume` names, in new processes.
 
     A run that ended early is repeated up to its last step. Raises CheckpointError if it has no
-    record or no steps.
+    record or no steps, ConfigError if no single command makes its steps.
     """
     recorded = find_run(Path(config.checkpoint.resume))
     summary = Summary.read(recorded)
     if not summary.steps:
         raise CheckpointError(f"{recorded}: the run has no steps to compare")
+    _check_continued(recorded)
     _check_data(recorded, config)
     repeat_config = deepcopy(without_monitoring(config))
     repeat_config.checkpoint.resume, repeat_config.checkpoint.enabled = "none", True
@@ -71,6 +75,30 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
         purpose = f"{recorded}, {summary.steps:,} steps, trained again"
         train_in_processes(repeat_config, Path(temporary), probe, purpose=purpose)
         return compare_runs(recorded, Path(temporary), summary, config_hash)
+
+
+def _check_continued(run: Path) -> None:
+    """Raise ConfigError if the run is a fork, or was continued with keys that change its steps."""
+    starts: list[tuple[int, list[str]]] = []
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        sessions = json.loads(read_record(run / "provenance.json"))["sessions"]
+        starts = [(s.get("step", 0), s.get("changed_keys", [])) for s in sessions]
+    changes = [(step, [*filter(_changes_steps, texts)]) for step, texts in starts]
+    continued = [
+        f"at step {step:,} with {', '.join(texts)}" for step, texts in changes if step and texts
+    ]
+    first = starts[0][0] if starts else 0
+    if first and all(key.step > first for key in read_metrics(run)):
+        continued.append(f"from step {first:,} of another run")
+    if continued:
+        problem = f"{run} was continued {continued[0]}, so no one command repeats it"
+        fix = "verify a run that had one config from its first step on"
+        raise ConfigError("checkpoint.resume", problem, fix)
+
+
+def _changes_steps(changed: str) -> bool:
+    group, _, name = changed.partition("=")[0].partition(".")
+    return group not in SAME_STEPS and not (group == "data" and name in LOADING_KEYS)
 
 
 def _check_data(run: Path, config: RunConfig) -> None:

@@ -359,6 +359,10 @@ def test_arguments_of_another_kind_are_named(trained: Path, call: Any, problem: 
         ({"components": Components(optimizer=torch.optim.SGD)}, "not its class"),
         ({"components": Components(techniques=5)}, "techniques by name"),
         ({"components": Components(validation=[1])}, "DataLoader or a stream of yours"),
+        (
+            {"components": Components(data=[1], validation=[1])},
+            r"training_pipeline\(.*validation=…",
+        ),
     ],
 )
 def test_objects_that_a_run_cannot_use_are_refused_by_name(

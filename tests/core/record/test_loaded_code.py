@@ -93,7 +93,7 @@ def test_of_an_installed_package_its_own_modules_are_recorded_alone(folder: Path
 
 def test_a_module_that_is_loaded_in_the_run_is_added_and_a_known_one_is_kept(folder: Path) -> None:
     importlib.import_module("near_mine")
-    session = provenance.record(folder, None, {"near_mine"}, 3)
+    session = provenance.record(folder, None, {"near_mine"}, step=3)
     before = sha256(folder / "near_helper.py")
     (folder / "near_helper.py").write_text(HELPER + "# edited\n")
     (folder / "near_later.py").write_text("")

@@ -10,6 +10,7 @@ import pytest
 
 from runner.core.config.run_config import config_hash
 from runner.core.errors import CheckpointError, ConfigError
+from runner.core.interfaces.hook import Verdict
 from runner.core.jobs import load_job
 from runner.core.record import digests
 from runner.core.record.digests import digest_files
@@ -78,6 +79,30 @@ def test_what_differs_since_then_is_named(recorded: Path, tmp_path: Path) -> Non
     assert result.cause == result.changes[0] and "now abacus" in result.cause
     same = compare_runs(recorded / "run", recorded / "run", then, then.config_hash)
     assert same.exact and same.changes == [] and same.cause == ""
+
+
+def test_a_run_that_was_interrupted_comes_out_again_and_one_with_other_keys_since_is_refused(
+    recorded: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "table.csv").write_text(TABLE)
+    quick, run = (*QUICK, f"data.path={tmp_path}/table.csv"), tmp_path / "run"
+    runs.trained(*quick, folder=run, hooks=[runs.AtSteps(2, lambda run: Verdict.STOP)])
+    resumed = ("checkpoint.resume=auto", "data.workers=0", "checkpoint.keep=4")
+    assert runs.trained(*quick, *resumed, folder=run).resumed_step == 2
+    assert verify_rerun(runs.config(*typed(tmp_path)), tmp_path, "").exact
+    longer = (*quick, "training.steps=6")
+    runs.trained(*longer, f"checkpoint.resume={run}", folder=tmp_path / "fork/run")
+    runs.trained(*longer, "checkpoint.resume=auto", folder=run)
+    for folder in (tmp_path, tmp_path / "fork"):
+        with pytest.raises(ConfigError, match=r"at step 4 with training\.steps=6 \(was 4\), so no"):
+            verify_rerun(
+                runs.config(*typed(tmp_path), f"checkpoint.resume={folder}/run"), tmp_path, ""
+            )
+    for name in ("provenance.json", "summary.json", "metrics.jsonl"):
+        text = (tmp_path / "fork/run" / name).read_text().replace("changed_keys", "of_no_session")
+        (tmp_path / "fork/run" / name).write_text(text)
+    with pytest.raises(ConfigError, match="from step 4 of another run"):
+        verify_rerun(runs.config(*typed(tmp_path / "fork")), tmp_path, "")
 
 
 def test_which_run_has_to_be_named(tmp_path: Path) -> None:
