@@ -21,7 +21,7 @@ from runner.core.config.composing import BUILTIN_FOLDERS, compose_raw, typed
 from runner.core.config.groups import CONF
 from runner.core.config.run_config import RunConfig, config_hash
 from runner.core.config.spelling import check_job_keys, first_job, normalize_overrides
-from runner.core.errors import ConfigError, UsageError
+from runner.core.errors import ConfigError
 from runner.core.record import hydra_files
 from runner.core.record.text import quote_for_hydra
 from runner.core.schemas.jobs import JobKind
@@ -108,12 +108,12 @@ def _check_request(request: Request) -> None:
     resumed: ResumedRun | None = None
     overrides = flags.overrides
     if any("checkpoint.resume" in text for text in overrides):
-        from runner.core.config.recorded import merge_recorded_overrides
+        from runner.core.config.recorded import check_config_files, merge_recorded_overrides
 
         resumed = merge_recorded_overrides(overrides, flags.is_sweep)
         request.resumed_run, overrides = resumed.run, resumed.overrides
         if resumed.run is not None and not request.is_job:
-            _check_config_folders(resumed.run, folders)
+            check_config_files(resumed.run, name, folders)
     if any("replay.path=" in text for text in overrides):
         from runner.cli.resume import add_captured_name
 
@@ -133,18 +133,6 @@ def _check_request(request: Request) -> None:
     request.config = compose(flags.overrides)
     if flags.cfg is None:
         _check_run(request, request.config, resumed, compose)
-
-
-def _check_config_folders(run: Path, folders: Sequence[Path]) -> None:
-    """Raise UsageError if the run took options from a folder that is not given now.
-
-    Its overrides would name options that are missing, or others of the same name.
-    """
-    given = {folder.resolve() for folder in folders}
-    for folder in hydra_files.read_config_folders(run):
-        if folder.is_dir() and folder.resolve() not in given:
-            problem = f"checkpoint.resume: {run} was run with the options in {folder}"
-            raise UsageError(f"{problem}; add --config-dir={folder}")
 
 
 def _check_run(

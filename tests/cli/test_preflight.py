@@ -57,6 +57,7 @@ MISSING = ["data=tabular", "data.path=flows.csv", "data.target=label"]
         ),
         ("++benchmark.budget_s=3", "benchmark.budget_s: is for job=benchmark; add"),
         ("evaluate.export=onnx", "evaluate.export: needs a trained model; train first"),
+        ("--config-name=mine", "--config-name: there is no config 'mine'; --config-dir=FOLDER"),
         ("+model.width=64", "drop the +: model.width=64"),
         ("+model.wdith=64", "no key 'wdith' in model=mlp; did you mean model.width=64?"),
         ("model.weights=conf/w.pt", "model.weights: conf/w.pt does not exist, nor does its folder"),

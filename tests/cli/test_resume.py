@@ -295,6 +295,15 @@ def test_a_resume_without_the_runs_folder_of_options_is_refused_with_the_flag_to
             ask(f"job={job}", f"checkpoint.resume={RUN}")
     asked = ask("--config-dir=mine", f"checkpoint.resume={RUN}")
     assert asked.config is not None and asked.config.optimizer.lr == 0.02
+    (options / "top.yaml").write_text("defaults: [config, _self_]\noptimizer: {lr: 0.03}\n")
+    asked = ask("--config-dir=mine", "--config-name=top", f"checkpoint.resume={RUN}")
+    assert asked.config is not None and asked.config.optimizer.lr == 0.03
+    record["hydra"]["job"] = {"config_name": "top"}
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
+    with pytest.raises(UsageError, match="with the config top; add --config-name=top"):
+        ask("--config-dir=mine", f"checkpoint.resume={RUN}")
+    record["hydra"]["job"] = {}
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
     shutil.rmtree(options)
     with pytest.raises(ConfigError, match="no option 'own'"):
         ask(f"checkpoint.resume={RUN}")

@@ -143,7 +143,8 @@ def compose_raw(
     path = [f"hydra.searchpath={[f'file://{folder.absolute()}' for folder in folders]}"]
 
     def compose(overrides: list[str], hydra_too: bool = True) -> DictConfig:
-        return _compose([*(path if folders else []), *overrides], config_name, hydra_too, conf)
+        searched = [*(path if folders else []), *overrides]
+        return _compose(searched, config_name, hydra_too, conf, folders)
 
     config_files.reset_interpolation_counters()
     try:
@@ -176,7 +177,9 @@ def _is_composable(overrides: list[str], compose: Callable[[list[str]], DictConf
     return True
 
 
-def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path) -> DictConfig:
+def _compose(
+    overrides: list[str], name: str, hydra_too: bool, conf: Path, folders: Sequence[Path]
+) -> DictConfig:
     from hydra import version
     from hydra.core.global_hydra import GlobalHydra
 
@@ -186,7 +189,13 @@ def _compose(overrides: list[str], config_name: str, hydra_too: bool, conf: Path
         state.clear()
         try:
             with hydra.initialize_config_dir(str(conf), job_name="runner", version_base="1.3"):
-                return hydra.compose(config_name, overrides, return_hydra_config=hydra_too)
+                if name != "config":  # which is not looked for in hydra.searchpath
+                    loader: Any = state.instance().config_loader()
+                    for folder in folders:
+                        path = f"file://{folder.absolute()}"
+                        loader.get_search_path().prepend("command-line", path, "schema")
+                    loader.repository.initialize_sources(loader.get_search_path())
+                return hydra.compose(name, overrides, return_hydra_config=hydra_too)
         finally:
             state.hydra, base.version_base = outer, outer_base
             GlobalHydra.set_instance(state)  # Hydra has replaced it by a copy

@@ -284,6 +284,9 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
     if inner is None:
         lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
         text = " ".join(" ".join(lines).partition("Config search path")[0].split())
+        if name := re.match(r"Cannot find primary config ('.+?')\.", text):
+            fix = "--config-dir=FOLDER names the folder of that file"
+            return ConfigError("--config-name", f"there is no config {name[1]}", fix)
         fix = PLUGIN_HINT if re.search(r"Could not find 'hydra/(launcher|sweeper)/", text) else ""
         return ConfigError("config", text or type(error).__name__, fix)
     source = re.match(r"In '([^']+)': ", str(error))

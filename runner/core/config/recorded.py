@@ -13,7 +13,7 @@ from runner.core.config import groups
 from runner.core.config.aliases import find_options
 from runner.core.config.groups import GROUP_ALIASES, USER_CLASS_GROUPS
 from runner.core.config.spelling import EXCLUSIVE, CliOverride, parse_override, with_argument_keys
-from runner.core.errors import CheckpointError, ConfigError, StorageError
+from runner.core.errors import CheckpointError, ConfigError, StorageError, UsageError
 from runner.core.format import nearest
 from runner.core.record import hydra_files
 from runner.core.record.text import PLAIN_NAME, quote_for_hydra, value_for_hydra
@@ -42,6 +42,28 @@ class ResumedRun:
     overrides: list[str]
     folder: Path | None = None
     run: Path | None = None  # the named run, also if it continues elsewhere
+
+
+def check_config_files(run: Path, name: str, folders: Sequence[Path]) -> None:
+    """Raise UsageError if the run took its options from a folder or a config not given now.
+
+    Its overrides would name options that are missing, or others of the same name.
+    """
+    try:
+        recorded = hydra_files.read_yaml(run / hydra_files.FOLDER / "hydra.yaml")["hydra"]
+        sources = recorded["runtime"]["config_sources"]
+        config = recorded.get("job", {}).get("config_name") or "config"
+        places = [Path(s["path"]) for s in sources if "command-line" in s["provider"]]
+    except (StorageError, KeyError, TypeError, AttributeError):
+        return
+    given = {folder.resolve() for folder in folders}
+    for folder in places:
+        if folder.is_dir() and folder.resolve() not in given:
+            problem = f"{RESUME_KEY}: {run} was run with the options in {folder}"
+            raise UsageError(f"{problem}; add --config-dir={folder}")
+    if name == "config" != config:
+        problem = f"{RESUME_KEY}: {run} was run with the config {config}"
+        raise UsageError(f"{problem}; add --config-name={config}")
 
 
 def merge_recorded_overrides(overrides: Sequence[str], sweeps: bool) -> ResumedRun:

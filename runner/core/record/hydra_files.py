@@ -54,15 +54,6 @@ def read_start_folder(folder: Path) -> Path | None:
     return Path(started) if isinstance(started, str) else None
 
 
-def read_config_folders(folder: Path) -> list[Path]:
-    """Return the folders of options that the run was given (--config-dir); [] if unknown."""
-    try:
-        sources = read_yaml(folder / FOLDER / "hydra.yaml")["hydra"]["runtime"]["config_sources"]
-        return [Path(s["path"]) for s in sources if "command-line" in s["provider"]]
-    except (StorageError, KeyError, TypeError):
-        return []
-
-
 def adopt_resumed_config(folder: Path) -> None:
     """Replace the config of a run's folder by the config that it was resumed with."""
     new, old = folder / RESUMED, folder / FOLDER
