@@ -75,7 +75,8 @@ def prepare_sweep(
             failures.append(error)
     if len(failures) == len(configs):
         raise failures[0]
-    check_job_keys(files.cli.values, [one.job.kind for one in checked])
+    if "job" not in {**files.cli.values, **(first.hydra.sweeper.get("params") or {})}:
+        check_job_keys(files.cli.values, [one.job.kind for one in checked])
     if any(composed.job.kind is JobKind.benchmark for composed in configs):
         fix = "leave -m out and name the arms: benchmark.arms=[none,basic]"
         raise ConfigError("job", "a benchmark cannot be swept: its arms take turns", fix)

@@ -26,7 +26,7 @@ from runner.core.build.arguments import (
 )
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.config.composing import compose
-from runner.core.config.recorded import merge_recorded_overrides
+from runner.core.config.recorded import merge_recorded_overrides, read_config_sources
 from runner.core.config.run_config import RunConfig
 from runner.core.data.dataset import Dataset
 from runner.core.data.loader import make_loader
@@ -83,6 +83,10 @@ def load(run: str | Path, *, trusted: Sequence[str] = (), overrides: Sequence[st
     load_overrides += ["monitoring.progress=false", f"security.trusted=[{','.join(trusted)}]"]
     with _name_arguments():
         merged = merge_recorded_overrides([*overrides, *load_overrides], sweeps=False)
+        name = read_config_sources(merged.run)[0] if merged.run is not None else ""
+        if name not in ("", "config") and not overrides:
+            problem = f"{run} was run with the config {name}, which is not composed here"
+            raise UsageError(f"load: {problem}; give what it sets: overrides=[…]")
         config = compose(merged.overrides)
     policy = FilePolicy.of(config.security, run_tree_folders(None))
     stored = Checkpointer(None, 1, policy=policy, best_first=True).read_preprocessing(Path(run))

@@ -300,7 +300,7 @@ def test_a_resume_without_the_runs_folder_of_options_is_refused_with_the_flag_to
     assert asked.config is not None and asked.config.optimizer.lr == 0.03
     record["hydra"]["job"] = {"config_name": "top"}
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
-    with pytest.raises(UsageError, match="with the config top; add --config-name=top"):
+    with pytest.raises(UsageError, match="with the config top; type --config-name=top"):
         ask("--config-dir=mine", f"checkpoint.resume={RUN}")
     record["hydra"]["job"] = {}
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))

@@ -282,7 +282,8 @@ def test_columns_of_labels_are_said_and_learned_by_a_loss_for_them(tmp_path: Pat
     advice = "objective._target_=torch.nn.BCEWithLogitsLoss"
     with build(compose(typed)) as run:
         [notice] = [choice for choice in run.choices if choice.is_notice]
-        assert (notice.key, notice.value) == ("data.target", "integers taken as numbers")
+        assert (notice.key, notice.value) == ("data.target", "standardised")
+        assert notice.reason.startswith("integers taken as numbers; ")
         assert notice.reason.endswith(advice)
     for said in (advice, "data.task=regression"):
         with build(compose([*typed, said])) as run:

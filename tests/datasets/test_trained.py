@@ -192,6 +192,18 @@ def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
     np.testing.assert_array_equal(got["probability 3"], expected["probability 3"])
 
 
+def test_a_run_of_a_named_config_is_refused_without_what_it_sets(
+    trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path / "copy")
+    record = tmp_path / "copy/run/.hydra/hydra.yaml"
+    named = record.read_text().replace("config_name: config\n", "config_name: mine\n")
+    record.write_text(named)
+    with pytest.raises(UsageError, match=r"with the config mine, .*; give what it sets: overrides="):
+        load(tmp_path / "copy/run")
+    load(tmp_path / "copy/run", overrides=["optimizer.lr=0.01"]).close()
+
+
 def test_a_run_that_recorded_no_overrides_and_a_folder_that_is_none(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "people.csv", people(100))
     usual = ("data=tabular", f"data.path={path}", "data.target=buys", "model=mlp", *SHORT)

@@ -285,7 +285,7 @@ def translate(error: Exception, folders: Sequence[Path] = ()) -> ConfigError:
         lines = [line for line in str(error).splitlines() if not line.startswith("See ")]
         text = " ".join(" ".join(lines).partition("Config search path")[0].split())
         if name := re.match(r"Cannot find primary config ('.+?')\.", text):
-            fix = "--config-dir=FOLDER names the folder of that file"
+            fix = "" if folders else "--config-dir=FOLDER names the folder of that file"
             return ConfigError("--config-name", f"there is no config {name[1]}", fix)
         fix = PLUGIN_HINT if re.search(r"Could not find 'hydra/(launcher|sweeper)/", text) else ""
         return ConfigError("config", text or type(error).__name__, fix)

@@ -49,21 +49,27 @@ def check_config_files(run: Path, name: str, folders: Sequence[Path]) -> None:
 
     Its overrides would name options that are missing, or others of the same name.
     """
-    try:
-        recorded = hydra_files.read_yaml(run / hydra_files.FOLDER / "hydra.yaml")["hydra"]
-        sources = recorded["runtime"]["config_sources"]
-        config = recorded.get("job", {}).get("config_name") or "config"
-        places = [Path(s["path"]) for s in sources if "command-line" in s["provider"]]
-    except (StorageError, KeyError, TypeError, AttributeError):
-        return
+    config, sources = read_config_sources(run)
     given = {folder.resolve() for folder in folders}
-    for folder in places:
+    for folder in (Path(path) for kind, path in sources if "command-line" in kind):
         if folder.is_dir() and folder.resolve() not in given:
             problem = f"{RESUME_KEY}: {run} was run with the options in {folder}"
             raise UsageError(f"{problem}; add --config-dir={folder}")
-    if name == "config" != config:
-        problem = f"{RESUME_KEY}: {run} was run with the config {config}"
-        raise UsageError(f"{problem}; add --config-name={config}")
+    if config and name.removesuffix(".yaml") != config:
+        main = next((f"--config-path={path} " for kind, path in sources if kind == "main"), "")
+        is_ours = config == "config" or any("command-line" in kind for kind, _ in sources)
+        fix = f"type {'' if is_ours else main}--config-name={config}"
+        raise UsageError(f"{RESUME_KEY}: {run} was run with the config {config}; {fix}")
+
+
+def read_config_sources(run: Path) -> tuple[str, list[tuple[str, str]]]:
+    """Return the name of the run's config and providers and paths searched; "", [] if unknown."""
+    try:
+        recorded = hydra_files.read_yaml(run / hydra_files.FOLDER / "hydra.yaml")["hydra"]
+        sources = [(s["provider"], s["path"]) for s in recorded["runtime"]["config_sources"]]
+        return (recorded.get("job", {}).get("config_name") or "").removesuffix(".yaml"), sources
+    except (StorageError, KeyError, TypeError, AttributeError):
+        return "", []
 
 
 def merge_recorded_overrides(overrides: Sequence[str], sweeps: bool) -> ResumedRun:

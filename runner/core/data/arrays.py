@@ -81,13 +81,12 @@ def arrays(config: Arrays, opening: OpenOptions = DEFAULT_OPENING) -> TensorsDat
         if task == "regression":
             scale, choice = target_scale.fit_target_scale(target, train, config.target_transform)
             sizes = replace(sizes, **scale)
-            choices = (*choices, choice)
             is_inferred = config.task == "auto" and config.target_transform is None
             if is_inferred and sizes.classes != 1 and y is not None and y.dtype.kind in "biu":
                 fix = "for labels of 0 and 1 use objective._target_=torch.nn.BCEWithLogitsLoss"
-                # a loss of the user's replaces choices of this key
-                said = Choice("data.target", "integers taken as numbers", fix, is_notice=True)
-                choices = (*choices, said)
+                reason = f"integers taken as numbers; {fix}"
+                choice = Choice(choice.key, choice.value, reason, is_notice=True)
+            choices = (*choices, choice)
     tensors = torch.from_numpy(inputs), torch.from_numpy(target)
     return TensorsDataset(*tensors, sizes, (train, validation), (*choices, *rule), rows=rows)
 

@@ -7,6 +7,7 @@ from math import exp
 from typing import Any
 
 import numpy as np
+import torch
 
 from runner.core.errors import ConfigError, DataError
 from runner.core.findings import Choice
@@ -119,7 +120,11 @@ def _per_target(numbers: PerTarget, values: Any) -> Any:
         return numbers
     key = numbers, values.dtype, values.device
     if key not in _TENSORS:
-        _TENSORS[key] = values.new_tensor(numbers)  # host sync: once a device and precision
+        with torch.inference_mode(False):  # for autograd, too
+            tensor = values.new_tensor(numbers)  # host sync: once a device and precision
+        if type(tensor) is not torch.Tensor:  # of a trace
+            return tensor
+        _TENSORS[key] = tensor
     return _TENSORS[key]
 
 

@@ -60,13 +60,12 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
     """Repeat the run that `checkpoint.resume` names, in new processes.
 
     A run that ended early is repeated up to its last step. Raises CheckpointError if it has no
-    record or no steps, ConfigError if no single command makes its steps.
+    record or no steps.
     """
     recorded = find_run(Path(config.checkpoint.resume))
     summary = Summary.read(recorded)
     if not summary.steps:
         raise CheckpointError(f"{recorded}: the run has no steps to compare")
-    _check_continued(recorded)
     _check_data(recorded, config)
     repeat_config = deepcopy(without_monitoring(config))
     repeat_config.checkpoint.resume, repeat_config.checkpoint.enabled = "none", True
@@ -77,23 +76,18 @@ def verify_rerun(config: RunConfig, folder: Path, config_hash: str) -> RerunEqua
         return compare_runs(recorded, Path(temporary), summary, config_hash)
 
 
-def _check_continued(run: Path) -> None:
-    """Raise ConfigError if the run is a fork, or was continued with keys that change its steps."""
+def _describe_continuation(run: Path) -> str:
+    """Return how the run was continued with keys that may change its steps, or forked, or ""."""
     starts: list[tuple[int, list[str]]] = []
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         sessions = json.loads(read_record(run / "provenance.json"))["sessions"]
         starts = [(s.get("step", 0), s.get("changed_keys", [])) for s in sessions]
-    changes = [(step, [*filter(_changes_steps, texts)]) for step, texts in starts]
-    continued = [
-        f"at step {step:,} with {', '.join(texts)}" for step, texts in changes if step and texts
-    ]
+    for step, texts in starts:
+        if step and (changed := [*filter(_changes_steps, texts)]):
+            return f"at step {step:,} with {', '.join(changed)}"
     first = starts[0][0] if starts else 0
-    if first and all(key.step > first for key in read_metrics(run)):
-        continued.append(f"from step {first:,} of another run")
-    if continued:
-        problem = f"{run} was continued {continued[0]}, so no one command repeats it"
-        fix = "verify a run that had one config from its first step on"
-        raise ConfigError("checkpoint.resume", problem, fix)
+    is_fork = first and all(key.step > first for key in read_metrics(run))
+    return f"from step {first:,} of another run" if is_fork else ""
 
 
 def _changes_steps(changed: str) -> bool:
@@ -152,6 +146,8 @@ def compare_runs(
     changes = [f"{key}: was {old}, now {new}" for key, old, new in values]
     if config_hash != summary.config_hash:
         changes.insert(0, "config: changed by typed overrides or by this version's defaults")
+    if continuation := _describe_continuation(recorded):
+        changes.insert(0, f"continued {continuation}, which one command may not repeat")
     if not any(key.startswith("data") for key in then):
         notes.append("the run has no digest of its data: changed data would not be detected")
     counts = {"metric": len(metrics), "weights": int(step is not None)}
