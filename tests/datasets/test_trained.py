@@ -199,7 +199,7 @@ def test_a_run_of_a_named_config_is_refused_without_what_it_sets(
     record = tmp_path / "copy/run/.hydra/hydra.yaml"
     named = record.read_text().replace("config_name: config\n", "config_name: mine\n")
     record.write_text(named)
-    with pytest.raises(UsageError, match=r"with the config mine, .*; give what it sets: overrides="):
+    with pytest.raises(UsageError, match=r"with the config mine, .*; give what it sets"):
         load(tmp_path / "copy/run")
     load(tmp_path / "copy/run", overrides=["optimizer.lr=0.01"]).close()
 
