@@ -70,7 +70,8 @@ def run_files(folder: Path) -> list[str]:
     """The files of the run; event files count as one."""
     paths = [path for path in folder.rglob("*") if path.is_file()]
     names = {"events" if "tfevents" in p.name else str(p.relative_to(folder)) for p in paths}
-    return sorted(name for name in names - {*UNCOMPARED_FILES} if not name.startswith("."))
+    stacks = "debug/ranks/"  # of a process that stood still while others were stopped or lost
+    return sorted(n for n in names - {*UNCOMPARED_FILES} if not n.startswith((".", stacks)))
 
 
 def _inspected_layers(folder: Path) -> list[Any]:
