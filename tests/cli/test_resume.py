@@ -302,8 +302,10 @@ def test_a_resume_without_the_runs_folder_of_options_is_refused_with_the_flag_to
     (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
     with pytest.raises(UsageError, match="with the config top; type --config-name=top"):
         ask("--config-dir=mine", f"checkpoint.resume={RUN}")
-    record["hydra"]["job"] = {}
-    (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
+    for wrong in ({"provider": 3, "path": [4]}, {"provider": "command-line"}, 5, None):
+        record["hydra"] = {"runtime": {"config_sources": [wrong]}, "job": {"config_name": 6}}
+        (run / ".hydra" / "hydra.yaml").write_text(json.dumps(record))
+        assert ask("--config-dir=mine", f"checkpoint.resume={RUN}").config is not None
     shutil.rmtree(options)
     with pytest.raises(ConfigError, match="no option 'own'"):
         ask(f"checkpoint.resume={RUN}")

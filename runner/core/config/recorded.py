@@ -66,7 +66,8 @@ def read_config_sources(run: Path) -> tuple[str, list[tuple[str, str]]]:
     """Return the name of the run's config and providers and paths searched; "", [] if unknown."""
     try:
         recorded = hydra_files.read_yaml(run / hydra_files.FOLDER / "hydra.yaml")["hydra"]
-        sources = [(s["provider"], s["path"]) for s in recorded["runtime"]["config_sources"]]
+        searched = recorded["runtime"]["config_sources"]
+        sources = [(str(source["provider"]), str(source["path"])) for source in searched]
         return (recorded.get("job", {}).get("config_name") or "").removesuffix(".yaml"), sources
     except (StorageError, KeyError, TypeError, AttributeError):
         return "", []
