@@ -283,8 +283,9 @@ def _describe_best(comparison: Comparison) -> list[str]:
     if comparison.has_replicates:
         return _describe_best_replicates(metrics[0], comparison.by_configuration)
     values = sorted({row.best or 0.0 for row in rows})
-    if len(values) == 1:
-        return [f"Best {metrics[0]}: {metric(values[0])} in each."]
+    if metric(values[0]) == metric(values[-1]):
+        about = "about " if len(values) > 1 else ""
+        return [f"Best {metrics[0]}: {about}{metric(values[0])} in each."]
     low, high = (
         f"{metric(extreme)} ({join_names([row.title for row in rows if row.best == extreme])})"
         for extreme in (values[0], values[-1])

@@ -137,6 +137,8 @@ def test_folds_are_one_figure_and_single_runs_are_compared_with_each_other(tmp_p
     single = planted(tmp_path / "single", {"lr=1": [0.8], "lr=0.1": [0.7]})
     assert best_sentence(single) == "Best val/accuracy: from 0.7000 (lr=0.1) to 0.8000 (lr=1)."
     assert not single.has_replicates
+    close = planted(tmp_path / "close", {"lr=1": [0.7], "lr=0.1": [0.7000001]})
+    assert best_sentence(close) == "Best val/accuracy: about 0.7000 in each."
     mixed = texts(planted(tmp_path / "mixed", {**BEST, "lr=9": [0.95]}))
     assert not [text for text in mixed if "0.95" in text]
     assert "With one run, and so not compared: lr=9." in mixed
