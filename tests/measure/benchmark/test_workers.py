@@ -33,6 +33,7 @@ class Race:
     turns: dict[str, list[Turn]] = field(default_factory=dict)
     finished: dict[str, WorkerResults] = field(default_factory=dict)
     idle_seconds: float = 0.0  # CPU time of the one while the other was at work
+    waited_seconds: float = 0.0  # of the one, for its turns
     pids: list[int] = field(default_factory=list)
     folder: Path = Path()
 
@@ -51,6 +52,8 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
             result.pids.append(pool.workers[name].pid)
         idle = psutil.Process(result.pids[0])
         for _ in range(3):
+            time.sleep(0.5)  # a wait that exceeds a slow machine's warm-up steps
+            result.waited_seconds += 0.5
             for name in ("none", "basic"):
                 before = sum(idle.cpu_times()[:2])
                 result.turns.setdefault(name, []).append(pool.turn(name, 0.1))
@@ -78,9 +81,10 @@ def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race: Rac
     steps = sum(turn.steps for turn in race.turns["none"])
     assert race.finished["none"].summary["steps"] == 4 + 1 + steps
     assert race.idle_seconds <= 0.03  # of three turns of 0.1 s; the kernel counts in hundredths
+    ready = race.ready["none"]
+    warm_up = ready.setup_seconds + ready.settling_seconds + 3 * ready.warm_ms / 1e3
     worked = sum(turn.seconds for turn in race.turns["none"])
-    waited = race.ready["basic"].setup_seconds  # and for its turns
-    assert race.finished["none"].metrics["in_steps"] < worked + waited / 4
+    assert race.finished["none"].metrics["in_steps"] < warm_up + worked + race.waited_seconds / 2
 
 
 def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_process(
