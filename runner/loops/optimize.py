@@ -21,6 +21,7 @@ from runner.core.build.arguments import (
     as_batch,
     check_folder,
     check_model_arguments,
+    check_overrides,
     check_whole_number,
     count_samples,
     device_of,
@@ -56,6 +57,18 @@ NOT_FOR_A_MODEL = {
     **NOT_FOR_A_LOOP,
     "cuda_graphs": f"each call would overwrite the last one's outputs and gradients; {USE_LOOP}",
 }
+# keys, and groups of keys, of what only a whole run has
+RUN_KEYS = (
+    *"benchmark checkpoint checks data debug evaluate job objective predict replay scan".split(),
+    *"search stability.spike stability.watch sweep verify".split(),
+    *(f"training.{key}" for key in "epochs monitor monitor_mode patience sanity".split()),
+    *("training.validate_every", "optimizer.ema", "optimizer.ema_warmup"),
+    *(
+        f"stability.{key}"
+        for key in "max_consecutive_skips max_rollbacks rollback_lr_factor".split()
+    ),
+)
+LOOP_KEYS = ("optimizer", "schedule", "stability")
 QUIET_OVERRIDES = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
 MANY_STEPS = 1_000_000  # default for `steps`: compiling pays back
 
@@ -260,6 +273,12 @@ class LazyRun(Closeable):
             optimizer=self.optimizer,
             overrides=self.overrides,
         )
+        for text, key in check_overrides(self.caller, self.overrides):
+            prefixes = {".".join(key.split(".")[:length]) for length in (1, 2, 3)}
+            if prefixes & {*RUN_KEYS}:
+                raise UsageError(f"{self.caller}: {text} has no effect: {USE_PIPELINE}")
+            if self.optimizer is None and prefixes & {*LOOP_KEYS}:
+                raise UsageError(f"{self.caller}: {text} has no effect: {USE_LOOP}")
         # report mistakes now, since a batch may come much later
         device = device_of(self.model) if self.device is None else self.device
         level, steps = f"optimization={self.level}", f"training.steps={self.steps or MANY_STEPS}"

@@ -200,6 +200,15 @@ def test_a_model_compiled_for_calls_without_gradients_is_engaged(
     assert model.training is training
 
 
+WITHOUT_EFFECT = {
+    "debug=full": "create_training_pipeline",
+    "training.validate_every=5": "create_training_pipeline",
+    "stability.spike.enabled=false": "create_training_pipeline",
+    "stability.clip_norm=2": "optimize_training_loop",
+    "optimizer.lr=1": "optimize_training_loop",
+}
+
+
 def test_a_mistake_names_the_argument_and_the_fix(net: nn.Module) -> None:
     anything: Any = net
     for call, error, message in (
@@ -207,6 +216,10 @@ def test_a_mistake_names_the_argument_and_the_fix(net: nn.Module) -> None:
         (lambda: optimize(net, "advancd"), ConfigError, "optimization"),
         (lambda: optimize(net, overrides="a=1"), UsageError, "overrides must be a list"),
         (lambda: optimize(net, overrides=["optimization.ampp=1"]), ConfigError, "amp"),
+        *(
+            (lambda key=key: optimize(net, overrides=[key]), UsageError, f"{key} has .*; use {use}")
+            for key, use in WITHOUT_EFFECT.items()
+        ),
         (lambda: optimize(net, device="gpu"), ConfigError, "device.*gpu"),
         (lambda: optimize(net, device="meta"), ConfigError, "device.*meta"),
         (lambda: optimize(net, example=3), UsageError, "batch must be .* got a int"),

@@ -137,6 +137,11 @@ class Pairs:
         ({"overrides": ["model=cnn"]}, UsageError, "model=cnn has no effect, as model is given"),
         ({"overrides": ["+model.width=8"]}, UsageError, "has no effect, as model is given"),
         ({"overrides": ["data=digits"]}, UsageError, "has no effect, as data is given"),
+        (
+            {"loss_fn": nn.MSELoss(), "overrides": ["objective.label_smoothing=0.1"]},
+            UsageError,
+            "label_smoothing=0.1 has no effect, as loss_fn is given",
+        ),
         ({"hooks": [Hook]}, UsageError, "hooks must be a list of runner.Hook instances"),
         ({"hooks": Hook()}, UsageError, "hooks must be a list of runner.Hook instances"),
     ],

@@ -192,6 +192,8 @@ def check_model_arguments(
             part = group
         elif optimizer is not None and group in ("optimizer", "schedule"):
             part = "" if key in ACTING_KEYS else "optimizer"
+        elif loss_fn is not callable and group == "objective" and key != "objective.metrics":
+            part = "loss_fn"
         if part:
             raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")
     if optimizer is not None:

@@ -80,6 +80,8 @@ def benchmark_optimizations(
     )
     arm_overrides = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
     built_arms = compose_arms(settings, arm_overrides, others=len(named_techniques))
+    for arm in built_arms:
+        check_trainable(CALLER, model, loss_fn, optimizer, arm.overrides)
     has_loss, plain_config = loss_fn is not None, built_arms[0].config
     dataset = split_into_dataset(CALLER, data, validation, plain_config, has_loss)
     built_arms = [  # no command line trains this model on these data

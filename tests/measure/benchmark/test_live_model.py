@@ -119,6 +119,8 @@ def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
         ({"techniques": [Waste, Waste]}, "twice"),
         ({"loss_fn": 3}, "loss_fn"),
         ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())}, "has none of the model's"),
+        ({"arms": ["none", "model=cnn"]}, "model=cnn has no effect, as model is given"),
+        ({"arms": ["none", "objective=model"], "loss_fn": nn.MSELoss()}, "as loss_fn is given"),
         ({"budget_s": 0.01}, "budget_s"),
     ],
 )
