@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.core.findings import notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.hook import Evaluation
@@ -23,6 +24,7 @@ OTHER_NAMES = {
     "accuracy": "Accuracy", "mse": "MeanSquaredError", "mae": "MeanAbsoluteError", "r2": "R2Score",
 }  # fmt: skip
 """Names of torchmetrics."""
+LABEL_LOSS = "objective._target_=torch.nn.BCEWithLogitsLoss"
 CONSTANT_OUTPUT = "constant_output"
 
 
@@ -61,6 +63,10 @@ def baseline_metrics(run: Run) -> dict[str, float]:
         majority = torch.bincount(trained.flatten()).argmax()
         return {"accuracy": float((validated == majority).double().mean())}
     trained, validated = (x.double().reshape(len(x), -1) for x in (trained, validated))
+    is_said = any(LABEL_LOSS in choice.reason for choice in run.choices)
+    if "val/mse" in run.progress.metrics and not is_said and bool((trained == trained.ne(0)).all()):
+        reason = f"all targets are 0 or 1; for labels use {LABEL_LOSS}"
+        run.choices.append(notice("objective", "regression", reason))
     squares = (validated - trained.mean(0)).square()
     mse, median = float(squares.mean()), torch.from_numpy(np.median(trained.numpy(), axis=0))
     values = {"mse": mse, "rmse": mse**0.5, "mae": float((validated - median).abs().mean())}

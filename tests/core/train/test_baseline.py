@@ -18,6 +18,7 @@ from runner.core.interfaces.batch import Sizes
 from runner.core.jobs.run_report import render_report
 from runner.core.record.summary import Summary, unbeaten
 from runner.core.schemas.data import DataConfig
+from runner.core.train.baseline import LABEL_LOSS
 from tests import runs
 
 OFF = ("checkpoint=off", "optimization=none", "training.batch_size=16", "training.steps=40")
@@ -97,6 +98,17 @@ def test_the_baselines_of_a_regression_are_mean_and_median_of_the_training_split
     assert summary.metrics["val/rmse"] < mse**0.5 and "does not beat" not in caplog.text
     text = render_report(summary, None)
     assert "by the mean (mae: median)" in text and "not beaten" not in text
+
+
+@pytest.mark.parametrize(("typed", "is_said"), [("objective=auto", True), (LABEL_LOSS, False)])
+def test_labels_of_0_and_1_that_are_trained_as_numbers_are_said_to_be(
+    typed: str, is_said: bool
+) -> None:
+    x = torch.randn(80, 4)
+    data = torch.utils.data.TensorDataset(x, (x[:, :3] > 0).float())
+    choices = summary_of(data, nn.Linear(4, 3), typed, "training.steps=2").choices
+    said = [choice.reason for choice in choices if choice.is_notice]
+    assert said == ["all targets are 0 or 1; for labels use " + LABEL_LOSS] * is_said
 
 
 def test_a_metric_equal_to_its_baseline_does_not_beat_it_and_the_best_of_the_monitored_counts() -> (
