@@ -55,11 +55,13 @@ def prepare_sweep(
     overrides = [text for text in flags.overrides if text != MULTIRUN_MODE]
     _check_ranges(overrides)
     first = compose(first_job(overrides))
+    parameters = first.hydra.sweeper.get("params") or {}
+    swept = [*(f"{key}={value}" for key, value in parameters.items()), *overrides]
     if is_search_sweep := is_search(first):
-        parameters = first.hydra.sweeper.params.items()
-        overrides = [*(f"{key}={value}" for key, value in parameters), *overrides]
-        first = compose(first_job(overrides))
-    configs = [first, *_compose_samples(sample_jobs(overrides), first, compose)]
+        overrides = swept
+    if parameters:
+        first = compose(first_job(swept))
+    configs = [first, *_compose_samples(sample_jobs(swept), first, compose)]
     with open_dict(configs[0]):  # as Hydra sets for the first job
         configs[0].hydra.job.num = configs[0].hydra.job.id = 0
     files.check_folders(configs[0], sweeps=True)
@@ -75,7 +77,7 @@ def prepare_sweep(
             failures.append(error)
     if len(failures) == len(configs):
         raise failures[0]
-    if "job" not in {**files.cli.values, **(first.hydra.sweeper.get("params") or {})}:
+    if "job" not in {**files.cli.values, **parameters}:
         check_job_keys(files.cli.values, [one.job.kind for one in checked])
     if any(composed.job.kind is JobKind.benchmark for composed in configs):
         fix = "leave -m out and name the arms: benchmark.arms=[none,basic]"

@@ -258,6 +258,22 @@ def test_a_swept_key_of_a_file_is_named_though_hydras_own_mapping_is_null(folder
         ask("--config-dir=theirs", "experiment=own", "-m", "seed=wrong,2")
 
 
+@pytest.mark.parametrize("search", [(), ("hydra/sweeper=search",)])
+def test_keys_and_values_that_a_file_sweeps_are_checked_before_there_is_a_folder(
+    search: tuple[str, ...], folder: Path
+) -> None:
+    (folder / "theirs").mkdir()
+    for swept, says in (
+        ("optimzer.lr: '0.1,0.2'", "optimzer.lr: .* mean optimizer.lr=0.1"),
+        ("optimizer.lr: '0.1,high'", "optimizer.lr: must be a number, got 'high'"),
+    ):
+        text = f"defaults: [config, _self_]\nhydra: {{sweeper: {{params: {{{swept}}}}}}}\n"
+        (folder / "theirs" / "own.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            ask("--config-dir=theirs", "--config-name=own", *search, "-m")
+    assert not (folder / "outputs").exists()
+
+
 @pytest.mark.parametrize(
     "typed", [["data.path=hauses.csv"], ["-m", "data.path=hauses.csv", "seed=0,1"]]
 )
