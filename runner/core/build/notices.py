@@ -5,15 +5,17 @@ from __future__ import annotations
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.core.build.setup import Setup
+from runner.core.execution.recovery import NO_MEAN, find_split_obstacle
 from runner.core.findings import Choice, notice
 from runner.core.interfaces.run import Run
+from runner.core.preserved_state import large_parameters, preserve_state
 from runner.core.schemas.training import MICRO_BATCH
 
 MAX_INITIAL_SHARE = 0.05  # of the initial weights in an average at the end, without a notice
 
 
 def describe_lengths(setup: Setup, run: Run) -> list[Choice]:
-    """Return notices of a warm-up and of an average that are long for the run, and of BatchNorm."""
+    """Return notices of a warm-up and an average long for the run, and of unlike micro-batches."""
     choices, optimizer, steps = list[Choice](), setup.config.optimizer, run.total_steps
     if (warmup := setup.config.schedule.warmup) > steps and setup.components.optimizer is None:
         reason = f"longer than the run, {steps:,} steps: it does not reach optimizer.lr"
@@ -22,7 +24,14 @@ def describe_lengths(setup: Setup, run: Run) -> list[Choice]:
     has_batch_norm = any(isinstance(m, _BatchNorm) for m in run.model.modules())
     if has_batch_norm and run.micro_batch < samples:
         reason = f"BatchNorm normalises each micro-batch by itself: not the training of {samples}"
-        choices.append(Choice(MICRO_BATCH, run.micro_batch, reason, is_notice=True))
+        choices.append(notice(MICRO_BATCH, run.micro_batch, reason))
+    elif run.micro_batch < samples and not run.validation.is_stream:
+        safe = large_parameters(run.model)
+        with preserve_state(run.model, run.objective, device=run.device.torch, safe=safe):
+            obstacle = find_split_obstacle(run)
+        if obstacle == NO_MEAN:
+            reason = f"{NO_MEAN}: not the training of {samples}"
+            choices.append(notice(MICRO_BATCH, run.micro_batch, reason))
     if optimizer.ema is None:
         return choices
     key = "optimizer.ema_warmup"

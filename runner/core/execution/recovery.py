@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from math import ceil
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
             return True  # uncompiled, or without CUDA graphs, it takes less
         raise _single_sample_error(run, error, step_label) from None
     run.micro_batch = largest_slice(run.largest_local_batch(run.train.batch_size), (size + 1) // 2)
-    missing, obstacle = missing_memory(error), _find_split_obstacle(run)
+    missing, obstacle = missing_memory(error), find_split_obstacle(run)
     effect = f"the step is another one: {obstacle}" if obstacle else "its gradient is the same"
     reason = f"{step_label} ran out of memory{missing} with {size} at a time; {effect}"
     choice = Choice(MICRO_BATCH, run.micro_batch, reason)
@@ -83,7 +84,7 @@ def halve_micro_batch(run: Run, error: Exception) -> bool:
     return True
 
 
-def _find_split_obstacle(run: Run) -> str:
+def find_split_obstacle(run: Run) -> str:
     """Return why micro-batches do not give the gradient of a batch, by a part that fits, or ""."""
     if any(isinstance(m, _BatchNorm) and m.training for m in run.model.modules()):
         return "BatchNorm normalises each micro-batch by itself"
@@ -93,7 +94,9 @@ def _find_split_obstacle(run: Run) -> str:
         with preserve_random_state(), torch.no_grad(), evaluation_mode(run.model), ExitStack() as s:
             for context in run.contexts:
                 s.enter_context(context())
-            part: Batch = slice_rows(run.validation.peek(), slice(max(2, run.micro_batch)))
+            batch = run.validation.peek()
+            stride = ceil(batch_size_of(batch[1]) / max(2, run.micro_batch))  # all over the batch
+            part: Batch = slice_rows(batch, slice(None, None, stride))
             output = call_model(run.model, part[0])
         return "" if _is_mean_over_samples(run.objective, output, part[1]) else NO_MEAN
     except Exception as error:  # the user's model and loss raise any type

@@ -106,7 +106,7 @@ class Hook:
         return nullcontext()
 
     def on_gradients(self, run: Run, step: Step) -> Verdict | None:
-        """Called after backward, before the update; gradients are in `.grad`."""
+        """Called after backward, before the update; `.grad` may be changed."""
 
     def on_step(self, run: Run, step: Step) -> Verdict | None:
         """Called after the update."""

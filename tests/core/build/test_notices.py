@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from runner import build, compose
+from runner.core.build.setup import Components
 from runner.core.errors import ConfigError
 from runner.core.interfaces.run import Run
 from runner.core.jobs.run_report import RunSummaryTable
+from runner.core.objectives.custom import CustomObjective
 from runner.core.record.console import EscapingConsole
 from tests.runs import OURS, TABLE, command, opened, trained
 
@@ -67,6 +69,21 @@ def test_batch_norm_with_micro_batches_is_named_once_in_the_end_table(
     text = table.file.getvalue()
     assert text.count("BatchNorm normalises each micro-batch by itself") == is_named
     assert ("training.micro_batch" in text) is is_named
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([0.2, 5.0])])
+def test_a_loss_whose_micro_batches_have_another_gradient_is_named(
+    weights: torch.Tensor | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A weighted mean divides by the weights of the samples in it."""
+    objective = CustomObjective(torch.nn.CrossEntropyLoss(weights), "weighted", "loss_fn")
+    typed = "data=cancer", "training.steps=1", "training.micro_batch=16"
+    with opened(*typed, given=Components(objective=objective)) as run:
+        assert [choice.key for choice in run.choices if choice.is_notice] == (
+            [] if weights is None else ["training.micro_batch"]
+        )
+    is_said = "training.micro_batch: 16: the loss is not a mean over samples" in caplog.text
+    assert is_said is (weights is not None)
 
 
 @pytest.mark.parametrize("place", ["constructor", "forward"])

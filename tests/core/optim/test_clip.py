@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,3 +170,64 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
             assert float((new - old).abs().max()) <= 6 * 1e-4 * 1.001
     for a, b in zip(*weights, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+
+
+class ChangesGradients(Hook):
+    """Replaces each number of the gradients in the third step."""
+
+    every = 3
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change, self.norms = change, list[float]()
+
+    def on_gradients(self, run: Run, step: Step) -> None:
+        for parameter in run.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data = self.change(parameter.grad)
+
+    def on_step(self, run: Run, step: Step) -> None:
+        self.norms.append(float(step.grad_norm))
+
+
+@pytest.mark.parametrize("fault", [math.nan, 0.5])
+def test_what_hooks_make_of_the_gradients_is_guarded_and_clipped(fault: float) -> None:
+    overrides = (
+        *("data=cancer", "optimization=none", "training.steps=3", "training.batch_size=16"),
+        *("optimizer.name=SGD", "optimizer.lr=1", "schedule=constant"),
+        *("optimizer.weight_decay=0", "stability.clip_norm=0.01", "training.validate_every=3"),
+    )
+    steps: list[float] = []
+    hook = ChangesGradients(lambda gradient: torch.full_like(gradient, fault))
+    with runs.opened(*overrides) as run:
+        weights = [p.detach().clone() for p in run.model.parameters()]
+
+        class Moves(Hook):
+            def on_step(self, run: Run, step: Step) -> None:
+                moved = [p - old for p, old in zip(run.model.parameters(), weights, strict=True)]
+                steps.append(float(torch.cat([m.detach().flatten() for m in moved]).norm()))
+                weights[:] = [p.detach().clone() for p in run.model.parameters()]
+
+        run.hooks += [hook, Moves()]
+        summary = train(run)
+    count = sum(p.numel() for p in weights)
+    if math.isnan(fault):
+        assert summary.skipped_steps == 1 and steps[2] == 0 and math.isnan(hook.norms[0])
+    else:
+        assert summary.skipped_steps == 0
+        assert hook.norms == [pytest.approx(fault * count**0.5, rel=1e-4)]
+        assert steps[2] == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_hook_that_repairs_the_gradients_has_the_step_made() -> None:
+    hook = ChangesGradients(lambda gradient: gradient.nan_to_num(0.0))
+    hook.every = 1
+
+    def spoil(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad[0] = math.nan
+
+    with runs.opened("data=cancer", "optimization=none", "training.steps=3") as run:
+        run.update.parameters[0].register_post_accumulate_grad_hook(spoil)
+        run.hooks.append(hook)
+        assert train(run).skipped_steps == 0
+    assert all(math.isfinite(norm) for norm in hook.norms)
