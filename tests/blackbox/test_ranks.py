@@ -10,14 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
-from runner.scale.distributed.agent import Agent
-from runner.scale.distributed.outcome import RankOutcome
 from tests.runs import wait_until
 from tests.scale.distributed import runs
 from tests.scale.distributed.runs import digest
@@ -77,31 +73,6 @@ def test_an_error_of_one_process_under_nccl_is_reported_and_saved_by_that_one_al
     assert "process 1: ValueError: planted" in done.message
     assert not (done.folder / "used-0").exists()
     assert list((done.own(1) / "debug" / "captures").glob("step_00000006"))
-
-
-@pytest.mark.parametrize(
-    ("uses_nccl", "outcomes", "codes", "seconds"),
-    [
-        (False, {0: "running", 1: "running"}, {0: None, 1: -9}, 100),
-        (True, {0: "running", 1: "running"}, {0: None, 1: -9}, 5),
-        (True, {0: "running"}, {0: None, 1: 1}, 5),
-        (True, {0: "running", 1: "lost"}, {0: None, 1: 1}, 5),
-        (True, {0: "running", 1: "error"}, {0: None, 1: 1}, 30),  # it may write a capture
-        (False, {0: "lost", 1: "running"}, {0: None, 1: -9}, 100),  # it saves a checkpoint
-        (True, {0: "lost", 1: "running"}, {0: None, 1: -9}, 5),
-        (True, {0: "interrupted", 1: "interrupted"}, {0: None, 1: 143}, 100),
-    ],
-)
-def test_a_process_that_remains_under_nccl_is_not_waited_for(
-    uses_nccl: bool, outcomes: dict[int, str], codes: dict[int, int | None], seconds: float,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    agent = Agent(tmp_path, timeout_s=100, grace_s=1000, uses_nccl=uses_nccl)
-    process: Any = SimpleNamespace
-    agent.processes = {rank: process(pid=rank, exit_code=code) for rank, code in codes.items()}
-    agent._failure_time = agent._clock.seconds = 1000.0
-    reported = {rank: RankOutcome(rank, kind) for rank, kind in outcomes.items()}
-    assert agent._hang_deadline(0, reported) == 1000.0 + seconds
 
 
 @pytest.mark.slow
