@@ -294,7 +294,8 @@ def test_every_fault_at_every_point_ends_or_continues_all(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the parent's death")
 def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Path) -> None:
-    started = runs.start(tmp_path / "run", "1:forward:stop:6", "distributed.timeout_s=300")
+    typed = ("1:forward:stop:6", "distributed.timeout_s=300", "checkpoint.resume=auto", NO_WORKERS)
+    started = runs.start(tmp_path / "run", *typed)
     wait_until(
         lambda: any(p.status() == psutil.STATUS_STOPPED for p in started.ranks("")), started.process
     )
@@ -303,6 +304,9 @@ def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Pa
     started.send(signal.SIGKILL)
     started.end()
     assert started.left() == []
+    resumed = runs.run(tmp_path / "run", *typed)
+    assert resumed.code == 0, resumed.output
+    assert digest(resumed.folder) == digest(runs.run(tmp_path / "whole", "", NO_WORKERS).folder)
 
 
 @pytest.mark.slow
