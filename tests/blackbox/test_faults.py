@@ -1,7 +1,7 @@
-"""What a run does at each fault of its data, its model, its disk and its checkpoints, from outside.
+"""What a run does at each fault of its data, its model, its machine and its checkpoints.
 
-docs/measured/faults.md lists them. The faults of several processes and of sweeps, and those that
-need a disk of their own, have their tests in scale/, cli/, core/train/ and faults/.
+docs/measured/faults.md lists them. The other files here make those of users' code, of several
+processes and of sweeps; those that need a disk of their own are in faults/test_disks.py.
 """
 
 from __future__ import annotations
