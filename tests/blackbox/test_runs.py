@@ -22,7 +22,7 @@ SUMMARY = {
 }  # fmt: skip
 TYPED = [*typed_commands(README, "bash"), *(typed for page in PAGES if page.stem != "cluster"
          for typed in typed_commands(page, "console"))]  # fmt: skip
-NEEDS = ("…", ".path=", "my_", "=outputs/")  # what tutorial.md and other tests make
+NEEDS = ("…", ".path=", "my_", "=outputs/", "attribute=")  # run by test_docs.py and others
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +138,8 @@ def test_a_command_that_documents_only_show_ends_with_code_0(
     typed: list[str], tmp_path: Path
 ) -> None:
     shorter = ["benchmark.budget_s=5"] if "job=benchmark" in typed else ["training.steps=6"]
+    if "model=gpt" in typed:
+        shorter += ["model.width=32", "model.depth=1", "data.sequence=32"]
     typed = [word for word in typed if not word.startswith(("training.steps=", "training.epochs="))]
     done = command(tmp_path, *typed, *shorter, "device=cpu")
     assert done.returncode == 0, done.stderr
