@@ -24,8 +24,8 @@ LONGEST = (
     *("measure/parity/test_mutants.py", "core/hooks/test_resources.py"),
     *("measure/benchmark/test_job.py", "core/data/test_foreign_files.py"),
     *("datasets/test_export.py", "measure/benchmark/test_worker_ends.py"),
-    *("scale/sweep/test_sweep.py", "test_packaging.py", "diagnose/debug/test_memory.py"),
-    *("scale/sweep/test_sweep_ends.py", "core/techniques/test_compile.py"),
+    *("blackbox/test_sweeps.py", "test_packaging.py", "diagnose/debug/test_memory.py"),
+    *("blackbox/test_ranks.py", "core/techniques/test_compile.py"),
     *("diagnose/replay/test_seeded_faults.py", "measure/parity/test_parity.py"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+SAMPLE_MIB = {"memory": 128, "one_sample": 2000}
 
 
 class Unpicklable(Exception):
@@ -60,6 +63,8 @@ class Data:
                 time.sleep(600)
             case "dies":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "crashes":
+                os.kill(os.getpid(), signal.SIGSEGV)
         return x, index % 2
 
 
@@ -69,12 +74,16 @@ class Net(nn.Module):
     def __init__(self, in_features: int, classes: int, fault: str = "", once: str = "") -> None:
         super().__init__()
         self.fault, self.once, self.calls = fault, once, 0
+        if fault == "read-only":
+            lose_rights_of_root()
         self.layers = nn.Sequential(
             nn.Linear(in_features, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.training
+        if self.training and self.fault in SAMPLE_MIB:
+            self.allocate(len(x))
         if self.training and self.calls == 5 and not (self.once and Path(self.once).exists()):
             if self.once:
                 Path(self.once).touch()
@@ -84,24 +93,46 @@ class Net(nn.Module):
                 self.break_something()
         elif self.fault == "descriptors" and self.calls == 8:
             limit_to(resource.RLIMIT_NOFILE, 1000)
+        elif self.fault == "full_for_a_while" and self.calls == 9:
+            limit_to(resource.RLIMIT_FSIZE, resource.RLIM_INFINITY)
         output: Tensor = self.layers(x)
-        return output
+        return output * 1e4 if self.fault == "spike" and self.calls == 20 else output
+
+    def allocate(self, samples: int) -> None:
+        """Use memory for each sample, of which from the first step on 1.5 GiB are left."""
+        if self.calls == 1:
+            in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            limit_to(resource.RLIMIT_AS, in_use + (1536 << 20))
+        torch.empty(samples * SAMPLE_MIB[self.fault] << 20, dtype=torch.uint8)
 
     def break_something(self) -> None:
         match self.fault:
             case "weights":
                 with torch.no_grad():
                     self.layers[0].weight[0, 0] = torch.nan
-            case "file size":
+            case "file size" | "full_for_a_while":
                 limit_to(resource.RLIMIT_FSIZE, 100)
             case "descriptors":
                 limit_to(resource.RLIMIT_NOFILE, 1)
             case "clock":
                 now = time.time
                 time.time = lambda: now() - 86_400
+            case "event_files":
+                for file in Path("outputs/runs/machine_event_files").rglob("events.*"):
+                    file.unlink()
+            case "read-only":
+                Path("read-only/checkpoints").chmod(0o500)
             case "waits":
-                time.sleep(2)
+                limit = time.monotonic() + 120
+                while not Path(f"{self.once}_go").exists() and time.monotonic() < limit:
+                    time.sleep(0.02)
 
 
 def limit_to(what: int, number: int) -> None:
     resource.setrlimit(what, (number, resource.getrlimit(what)[1]))
+
+
+def lose_rights_of_root() -> None:
+    """Files are no longer written regardless of their modes, by this thread and later ones."""
+    header, rights = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    ctypes.CDLL(None).capset(header, rights)

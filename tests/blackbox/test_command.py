@@ -45,6 +45,7 @@ def test_every_name_of_the_contract_is_a_key(tmp_path: Path) -> None:
     [
         (["training.stepz=3"], 2, "training.steps"),
         (["job=predict", "data.path=x.csv"], 2, "checkpoint.resume: job=predict needs a run"),
+        (["data=tabular", "data.path=gone.csv", "data.target=y"], 2, "data.path: gone.csv"),
         (["training.steps=-1"], 2, "training.steps"),
         (["model._target_=os.system"], 3, "model._target_: os.system is refused"),
         (["model._target_=own.Net"], 3, "security.trusted=[own]"),

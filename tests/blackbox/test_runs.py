@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import command
+from tests.test_docs import PAGES, README, typed_commands
 
 from .conftest import OWN, only, read
 
@@ -19,6 +20,9 @@ SUMMARY = {
     "status", "reason", "steps", "epochs", "metrics", "throughput", "memory", "techniques",
     "skipped_steps", "faults", "checkpoint", "device", "versions", "config_hash", "command",
 }  # fmt: skip
+TYPED = [*typed_commands(README, "bash"), *(typed for page in PAGES if page.stem != "cluster"
+         for typed in typed_commands(page, "console"))]  # fmt: skip
+NEEDS = ("…", ".path=", "my_", "=outputs/", "attribute=")  # run by test_docs.py and others
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +126,21 @@ def test_code_that_sets_up_logging_and_signals_leaves_log_traceback_and_a_warnin
         assert named is not early
         assert "own fault" in text.splitlines()[-1]
     assert failed.returncode == 1 and "Traceback" in log and '("own fault")' in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "typed",
+    [typed for typed in TYPED if not any(n in " ".join(typed) for n in NEEDS)],
+    ids=" ".join,
+)
+def test_a_command_that_documents_only_show_ends_with_code_0(
+    typed: list[str], tmp_path: Path
+) -> None:
+    shorter = ["benchmark.budget_s=5"] if "job=benchmark" in typed else ["training.steps=6"]
+    if "model=gpt" in typed:
+        shorter += ["model.width=32", "model.depth=1", "data.sequence=32"]
+    typed = [word for word in typed if not word.startswith(("training.steps=", "training.epochs="))]
+    done = command(tmp_path, *typed, *shorter, "device=cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout and "Traceback" not in done.stderr

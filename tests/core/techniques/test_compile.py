@@ -71,27 +71,6 @@ def test_messages_of_the_compiler_are_one_line_on_the_screen_and_whole_in_the_lo
     assert "capture_scalar_outputs = True" in logged and str(failed.value).split()[-1] in logged
 
 
-@pytest.mark.slow
-@runs.needs_compiler
-def test_where_the_compiler_fails_the_run_continues_without_it_and_gives_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = tmp_path / "g++"
-    broken.write_text("#!/bin/sh\necho 'fatal error: no Python.h' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    techniques = [f"optimization.{name}.enabled=true" for name in ("compile", "whole_step")]
-    asked = ["device=cpu", "optimization=none", *techniques, "hydra.run.dir=outputs/run"]
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    made = runs.command(tmp_path, *TINY, *asked, CXX=str(broken))
-    assert made.returncode == 0, made.stderr[-2000:]
-    summary = runs.Summary.read(tmp_path / "outputs" / "run")
-    assert (summary.status, summary.steps) == ("done", 4)
-    for name in ("compile", "whole_step"):  # the one that the other falls back to fails as well
-        status = runs.status(summary, name)
-        assert not status.engaged
-        assert "CppCompileError" in status.reason or "C++ compile" in status.reason
-
-
 @runs.needs_compiler
 def test_the_second_run_uses_what_the_first_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,57 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runner import Summary
-from runner.core.checkpoint.lock import is_locked
 from runner.core.errors import StorageError
 from runner.core.interfaces.run import Run
 from runner.core.record.console import close_logging, set_up_logging
-from tests.runs import QUICK, AtSteps, command, rows, scalars, trained
+from tests.runs import QUICK, AtSteps, rows, scalars, trained
 
 SHORT = (*QUICK, "data=cancer", "model=mlp", "training.steps=24", "training.validate_every=6")
 SHORT += ("monitoring.every=2", "checkpoint.every=6", "debug.capture.enabled=false")
-OWNER = """
-import sys
-from pathlib import Path
-from runner.core.checkpoint.lock import lock
-held = lock(Path(sys.argv[1]))
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-HOOK = """
-import shutil
-from runner import Hook
-class Removes(Hook):
-    def on_step(self, run, step):
-        if step.number == 15 and run.writes:
-            {action}
-"""
-
-
-def removed_by_a_command(place: Path, action: str, *typed: str) -> Any:
-    """What `python -m runner` with a hook that removes the run's folder ended with."""
-    (place / "own.py").write_text(HOOK.format(action=action))
-    trusted = ("security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
-    return command(place, *SHORT, *trusted, *typed, "hydra.run.dir=outputs/r")
-
-
-def resumed_by_a_command(place: Path) -> Summary:
-    typed = ("checkpoint.resume=outputs/r", "training.steps=30", "security.trusted=[own]")
-    again = command(place, *typed)
-    assert again.returncode == 0, again.stderr
-    return Summary.read(place / "outputs/r")
 
 
 def train_in(folder: Path, number: int, action: Callable[[Path], object], *typed: str) -> Summary:
@@ -119,54 +82,3 @@ def test_a_record_that_cannot_be_completed_again_ends_the_run_with_code_5(tmp_pa
     with pytest.raises(StorageError, match="is not complete: all of it is missing") as failed:
         train_in(tmp_path / "r", 15, replace_by_file, "checkpoint.enabled=false")
     assert failed.value.exit_code == 5
-
-
-def test_nothing_is_written_where_another_run_has_locked_the_removed_folder(tmp_path: Path) -> None:
-    folder, owners = tmp_path / "r", list[subprocess.Popen[str]]()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-
-    def take(folder: Path) -> None:
-        shutil.rmtree(folder)
-        folder.mkdir()
-        owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(folder)], text=True, env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        owners.append(owner)
-        assert owner.stdout is not None and owner.stdout.readline() == "locked\n"
-
-    try:
-        with pytest.raises(StorageError, match="another run has it now: .*in use by process"):
-            train_in(folder, 14, take)
-        assert is_locked(folder) and [path.name for path in folder.iterdir()] == [".lock"]
-    finally:
-        for owner in owners:
-            owner.communicate()
-
-
-@pytest.mark.slow
-def test_the_end_of_a_run_says_that_its_folder_was_removed(tmp_path: Path) -> None:
-    done = removed_by_a_command(tmp_path, "run.checkpointer.join(); shutil.rmtree(run.folder)")
-    title = next(line for line in done.stdout.splitlines() if line)
-    assert done.returncode == 0 and "done" in title and "removed by step 16" in title
-    overrides = (tmp_path / "outputs/r/.hydra/overrides.yaml").read_text()
-    assert "training.steps=24" in overrides and len(rows(tmp_path / "outputs/r", "train")) == 12
-    assert resumed_by_a_command(tmp_path).steps == 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_processes_of_a_run_make_its_removed_folder_again(kind: str, tmp_path: Path) -> None:
-    action = "shutil.rmtree(run.folder.rename(run.folder.with_name('moved')), ignore_errors=True)"
-    ranks = (f"distributed={kind}", "distributed.processes=2", "distributed.timeout_s=30")
-    done = removed_by_a_command(tmp_path, action, *ranks)
-    folder = tmp_path / "outputs/r"
-    assert done.returncode == 0, done.stderr
-    summary = Summary.read(folder)
-    assert summary.status == "done" and "removed by step 1" in summary.reason
-    assert [row["step"] for row in rows(folder, "train")] == [*range(2, 25, 2)]
-    assert [row["step"] for row in rows(folder, "val")] == [6, 12, 18, 24]
-    for name in ("run.log", "ranks/1/run.log"):
-        assert "removed during the run" in (folder / name).read_text()
-    assert (folder / "checkpoints/best/manifest.json").is_file()
-    assert resumed_by_a_command(tmp_path).steps == 30

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from runner.core.checkpoint.lock import lock
-from runner.core.errors import StorageError, UsageError
+from runner.core.errors import ConfigError, StorageError, UsageError
 from runner.core.record.summary import Summary
+from runner.scale.sweep.identity import sweep_hash
 from runner.scale.sweep.plan import JobPlan, Planner, find_sweep, load_previous_jobs
 from runner.scale.sweep.state import Job
 from tests.runs import checked
@@ -100,3 +101,18 @@ def test_a_mistake_about_the_sweep_is_one_line(
     with pytest.raises(UsageError, match=says) as refused:
         checked("-m", *SHORT, "seed=0,1", typed)
     assert "\n" not in str(refused.value)
+
+
+def test_a_sweep_of_benchmarks_is_refused_with_the_key_that_compares_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^job: .*leave -m out.*benchmark\.arms=\[none,basic\]"):
+        checked("-m", "job=benchmark", "optimization=none,basic")
+
+
+def test_a_command_is_recognised_in_any_order_and_with_any_launcher() -> None:
+    one = sweep_hash(["seed=0,1", "data=cancer", "hydra.launcher.jobs=2"])
+    assert one == sweep_hash(["data=cancer", "seed=2", "seed=0,1", "sweep.resume=auto"])
+    assert one != sweep_hash(["data=cancer", "seed=0,2"])
+    assert one != sweep_hash(["data=cancer", "seed=0,1"], ["--config-dir=mine"])

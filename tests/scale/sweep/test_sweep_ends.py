@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import psutil
 import pytest
 
 from runner.core.checkpoint.lock import lock
@@ -23,68 +21,7 @@ from runner.scale.sweep.schedule import Schedule, write_failed_summary
 from runner.scale.sweep.state import Job, Sweep
 from tests.runs import wait_until
 
-from .conftest import NET, SHORT, environment, only, read, start_sweep, statuses, sweep
-
-LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
-        "monitoring.every=5"]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> None:
-    done = sweep(folder, *NET, *LONG, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
-    (job,) = read(only(folder))["jobs"]
-    assert (job["status"], job["tries"]) == ("timeout", 2)
-    assert "not done within 0.5 s" in job["reason"] and done.returncode == 7
-    assert "tried again" in done.stderr
-    assert read(only(folder) / "0", "summary.json")["status"] == "timeout"
-
-
-@pytest.mark.slow
-def test_want_of_memory_has_a_name_of_its_own_and_fail_fast_skips_the_rest(folder: Path) -> None:
-    done = sweep(folder, *NET, "+model.how=memory,fine,big", "hydra.launcher.fail_fast=true")
-    assert statuses(only(folder)) == ["oom", "skipped", "skipped"]
-    assert done.returncode == 7 and "1 of 3 jobs failed" in done.stderr
-    assert "fail_fast: #0 oom" in read(only(folder))["jobs"][2]["reason"]
-    rows = read(only(folder), "comparison.json")["rows"]
-    assert [row["status"] for row in rows] == ["oom", "skipped", "skipped"]
-
-
-def start_until_trained(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A sweep of one long job that has begun to train, and the processes it has started."""
-    process, pattern = (
-        start_sweep(folder, *SHORT, *NET, *LONG),
-        "outputs/sweeps/*/*/0/metrics.jsonl",
-    )
-    wait_until(lambda: any(path.stat().st_size for path in folder.glob(pattern)), process)
-    return process, psutil.Process(process.pid).children(recursive=True)
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) -> None:
-    process, children = start_until_trained(folder)
-    process.send_signal(signal.SIGINT)
-    code, output = process.wait(60), (folder / "console").read_text()
-    assert code == 130, output
-    assert statuses(only(folder)) == ["interrupted"]
-    assert "the same command" in output and "interrupted" in output
-    assert not psutil.wait_procs(children, timeout=20)[1]
-    first = max(only(folder).glob("0/checkpoints/step_*/manifest.json"))
-    done = sweep(folder, *NET, *LONG)
-    assert "0 of 1 done before; 1 to run, 1 of them from a checkpoint" in done.stderr
-    assert done.returncode == 0, done.stderr
-    steps = int(first.parent.name.removeprefix("step_"))
-    assert f"continues at step {steps}" in (only(folder) / "0" / "report.md").read_text()
-    assert read(only(folder) / "0", "summary.json")["steps"] == 400
-
-
-@pytest.mark.slow
-def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> None:
-    process, children = start_until_trained(folder)
-    process.kill()
-    process.wait(60)
-    assert not psutil.wait_procs(children, timeout=20)[1]
-    assert read(only(folder) / "0", "summary.json")["status"] == "interrupted"
-    assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))
+from .conftest import environment
 
 
 def child_of(folder: Path, code: str, **settings: bool) -> JobProcess:
@@ -140,6 +77,16 @@ def test_only_a_record_of_this_try_counts_unless_the_run_had_ended(tmp_path: Pat
         assert says in Summary.read(tmp_path).reason
     Summary("done").write(tmp_path)  # as the sweep was killed: nothing is left to do
     assert end_of(child_of(tmp_path, "", writes_summary=True)) == ("done", "")
+
+
+def test_a_job_whose_record_is_complete_is_done_however_its_process_ends(tmp_path: Path) -> None:
+    code = "from pathlib import Path; from runner.core.record.summary import Summary; "
+    code += f"Summary('done').write(Path({str(tmp_path)!r})); import time; time.sleep(60)"
+    process = child_of(tmp_path, code, writes_summary=True)
+    wait_until((tmp_path / "summary.json").exists)
+    process.timeout_s = 0.0
+    wait_until(process.has_ended)
+    assert process.requested_status == "timeout" and end_of(process) == ("done", "")
 
 
 def test_a_job_that_outlives_its_sweep_is_waited_for(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.core.record.summary import Summary
 from tests.runs import QUICK, command, read, wait_until
 from tests.scale.sweep.conftest import start_sweep
 
@@ -36,7 +35,7 @@ def test_a_run_in_a_typed_relative_folder_goes_on_from_an_older_checkpoint(
     assert "mine/r/checkpoints/step_00000020/model.safetensors: damaged" in done.stderr
     assert "from mine/r/checkpoints/step_00000015" in done.stderr
     assert "checked in a sandboxed process" in done.stderr
-    assert Summary.read(tmp_path / "mine/r").steps == 25
+    assert read(tmp_path / "mine/r")["steps"] == 25
     strict = command(tmp_path, "checkpoint.resume=mine/r", "training.steps=30", "security=strict")
     assert strict.returncode == 3 and "security=strict" in strict.stderr
 
@@ -49,7 +48,7 @@ def test_an_interrupted_sweep_in_a_typed_relative_folder_is_continued(tmp_path: 
     wait_until((tmp_path / "mine/1/checkpoints/last").exists, sweep)
     sweep.send_signal(signal.SIGTERM)
     assert sweep.wait(60) == 143
-    damage(tmp_path / "mine/1", Summary.read(tmp_path / "mine/1").steps)
+    damage(tmp_path / "mine/1", read(tmp_path / "mine/1")["steps"])
     again = command(tmp_path, "-m", *typed)
     assert again.returncode == 0, again.stderr
     jobs = read(tmp_path / "mine", "sweep.json")["jobs"]

@@ -1,25 +1,40 @@
-"""A sweep whose jobs end in every way, and then the same command again; other launchers."""
+"""Sweeps whose jobs end in every way, and then the same command again; other launchers."""
 
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from runner.core.errors import ConfigError
-from runner.scale.sweep.identity import sweep_hash
-from tests.runs import checked
-
-from .conftest import NET, only, own_folder, read, statuses, sweep
+from tests.runs import wait_until
+from tests.scale.sweep.conftest import (
+    NET,
+    SHORT,
+    only,
+    own_folder,
+    read,
+    start_sweep,
+    statuses,
+    sweep,
+)  # fmt: skip
 
 TYPED = [*NET, "+model.how=big,fine,fail,die", "hydra.launcher.jobs=2"]
 ENDS = ["done", "done", "failed", "killed"]
 ROW = {
     "overrides", "status", "reason", "summary", "speedup", "speedup_interval", "parity", "command",
 }  # fmt: skip
+LONG = ["+model.work=300", "training.steps=400", "training.validate_every=400",
+        "monitoring.every=5"]  # fmt: skip
 Mixed = tuple[Path, Path, subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return own_folder(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -117,16 +132,59 @@ def test_another_sweeper_gets_the_value_of_each_job_and_its_failures(folder: Pat
     assert done.returncode == 7 and "1 of 2 jobs failed" in done.stderr
 
 
-def test_a_sweep_of_benchmarks_is_refused_with_the_key_that_compares_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^job: .*leave -m out.*benchmark\.arms=\[none,basic\]"):
-        checked("-m", "job=benchmark", "optimization=none,basic")
+@pytest.mark.slow
+def test_a_job_that_takes_too_long_is_ended_and_tried_again(folder: Path) -> None:
+    done = sweep(folder, *NET, *LONG, "hydra.launcher.timeout_s=0.5", "hydra.launcher.retries=1")
+    (job,) = read(only(folder))["jobs"]
+    assert (job["status"], job["tries"]) == ("timeout", 2)
+    assert "not done within 0.5 s" in job["reason"] and done.returncode == 7
+    assert "tried again" in done.stderr
+    assert read(only(folder) / "0", "summary.json")["status"] == "timeout"
 
 
-def test_a_command_is_recognised_in_any_order_and_with_any_launcher() -> None:
-    one = sweep_hash(["seed=0,1", "data=cancer", "hydra.launcher.jobs=2"])
-    assert one == sweep_hash(["data=cancer", "seed=2", "seed=0,1", "sweep.resume=auto"])
-    assert one != sweep_hash(["data=cancer", "seed=0,2"])
-    assert one != sweep_hash(["data=cancer", "seed=0,1"], ["--config-dir=mine"])
+@pytest.mark.slow
+def test_want_of_memory_has_a_name_of_its_own_and_fail_fast_skips_the_rest(folder: Path) -> None:
+    done = sweep(folder, *NET, "+model.how=memory,fine,big", "hydra.launcher.fail_fast=true")
+    assert statuses(only(folder)) == ["oom", "skipped", "skipped"]
+    assert done.returncode == 7 and "1 of 3 jobs failed" in done.stderr
+    assert "fail_fast: #0 oom" in read(only(folder))["jobs"][2]["reason"]
+    rows = read(only(folder), "comparison.json")["rows"]
+    assert [row["status"] for row in rows] == ["oom", "skipped", "skipped"]
+
+
+def start_until_trained(folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A sweep of one long job that has begun to train, and the processes it has started."""
+    process, pattern = (
+        start_sweep(folder, *SHORT, *NET, *LONG),
+        "outputs/sweeps/*/*/0/metrics.jsonl",
+    )
+    wait_until(lambda: any(path.stat().st_size for path in folder.glob(pattern)), process)
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_checkpoints_and_the_same_command_goes_on(folder: Path) -> None:
+    process, children = start_until_trained(folder)
+    process.send_signal(signal.SIGINT)
+    code, output = process.wait(60), (folder / "console").read_text()
+    assert code == 130, output
+    assert statuses(only(folder)) == ["interrupted"]
+    assert "the same command" in output and "interrupted" in output
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    first = max(only(folder).glob("0/checkpoints/step_*/manifest.json"))
+    done = sweep(folder, *NET, *LONG)
+    assert "0 of 1 done before; 1 to run, 1 of them from a checkpoint" in done.stderr
+    assert done.returncode == 0, done.stderr
+    steps = int(first.parent.name.removeprefix("step_"))
+    assert f"continues at step {steps}" in (only(folder) / "0" / "report.md").read_text()
+    assert read(only(folder) / "0", "summary.json")["steps"] == 400
+
+
+@pytest.mark.slow
+def test_jobs_end_with_a_checkpoint_when_the_sweep_is_killed(folder: Path) -> None:
+    process, children = start_until_trained(folder)
+    process.kill()
+    process.wait(60)
+    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert read(only(folder) / "0", "summary.json")["status"] == "interrupted"
+    assert list(only(folder).glob("0/checkpoints/step_*/manifest.json"))

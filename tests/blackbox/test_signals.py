@@ -13,9 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import command
+from tests.runs import TESTS, command
 
-HERE = Path(__file__).parents[2]
 STUCK = """
 import ctypes
 from runner import Hook
@@ -38,7 +37,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
         # what looks at samples first would wait for them
         "optimization=basic", "training.sanity=false", *overrides,
     ]  # fmt: skip
-    path = os.pathsep.join([str(HERE), str(HERE.parent)])
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     return subprocess.Popen(
         command, env={**os.environ, "PYTHONPATH": path}, cwd=folder.parent, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

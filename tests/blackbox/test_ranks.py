@@ -10,14 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
-from runner.scale.distributed.agent import Agent
-from runner.scale.distributed.outcome import RankOutcome
 from tests.runs import wait_until
 from tests.scale.distributed import runs
 from tests.scale.distributed.runs import digest
@@ -77,31 +73,6 @@ def test_an_error_of_one_process_under_nccl_is_reported_and_saved_by_that_one_al
     assert "process 1: ValueError: planted" in done.message
     assert not (done.folder / "used-0").exists()
     assert list((done.own(1) / "debug" / "captures").glob("step_00000006"))
-
-
-@pytest.mark.parametrize(
-    ("uses_nccl", "outcomes", "codes", "seconds"),
-    [
-        (False, {0: "running", 1: "running"}, {0: None, 1: -9}, 100),
-        (True, {0: "running", 1: "running"}, {0: None, 1: -9}, 5),
-        (True, {0: "running"}, {0: None, 1: 1}, 5),
-        (True, {0: "running", 1: "lost"}, {0: None, 1: 1}, 5),
-        (True, {0: "running", 1: "error"}, {0: None, 1: 1}, 30),  # it may write a capture
-        (False, {0: "lost", 1: "running"}, {0: None, 1: -9}, 100),  # it saves a checkpoint
-        (True, {0: "lost", 1: "running"}, {0: None, 1: -9}, 5),
-        (True, {0: "interrupted", 1: "interrupted"}, {0: None, 1: 143}, 100),
-    ],
-)
-def test_a_process_that_remains_under_nccl_is_not_waited_for(
-    uses_nccl: bool, outcomes: dict[int, str], codes: dict[int, int | None], seconds: float,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    agent = Agent(tmp_path, timeout_s=100, grace_s=1000, uses_nccl=uses_nccl)
-    process: Any = SimpleNamespace
-    agent.processes = {rank: process(pid=rank, exit_code=code) for rank, code in codes.items()}
-    agent._failure_time = agent._clock.seconds = 1000.0
-    reported = {rank: RankOutcome(rank, kind) for rank, kind in outcomes.items()}
-    assert agent._hang_deadline(0, reported) == 1000.0 + seconds
 
 
 @pytest.mark.slow
@@ -323,7 +294,8 @@ def test_every_fault_at_every_point_ends_or_continues_all(
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at the parent's death")
 def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Path) -> None:
-    started = runs.start(tmp_path / "run", "1:forward:stop:6", "distributed.timeout_s=300")
+    typed = ("1:forward:stop:6", "distributed.timeout_s=300", "checkpoint.resume=auto", NO_WORKERS)
+    started = runs.start(tmp_path / "run", *typed)
     wait_until(
         lambda: any(p.status() == psutil.STATUS_STOPPED for p in started.ranks("")), started.process
     )
@@ -332,6 +304,9 @@ def test_no_process_outlives_its_agent_not_even_one_that_is_stopped(tmp_path: Pa
     started.send(signal.SIGKILL)
     started.end()
     assert started.left() == []
+    resumed = runs.run(tmp_path / "run", *typed)
+    assert resumed.code == 0, resumed.output
+    assert digest(resumed.folder) == digest(runs.run(tmp_path / "whole", "", NO_WORKERS).folder)
 
 
 @pytest.mark.slow
