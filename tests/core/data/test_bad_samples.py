@@ -29,6 +29,7 @@ from runner.datasets import images
 from runner.datasets.images import ImageFolder
 from runner.datasets.predict import predict_batches
 from runner.datasets.text import text
+from tests import runs
 from tests.faults import processes
 from tests.faults.modes import typed
 from tests.runs import OURS, opened
@@ -162,6 +163,8 @@ def test_images_that_cannot_be_decoded_are_left_out_counted_and_named(tmp_path: 
         summary = train(run)
     assert summary.status == "done" and summary.faults["bad_samples"] == 4
     assert summary.faults.keys() <= {"bad_samples", "constant_output"}  # after two epochs
+    (fault,) = runs.faults(tmp_path / "run", "bad_samples")
+    assert fault["category"] == "data" and fault["message"].startswith("4 of 59 left out")
     (said,) = [c for c in summary.choices if c.key == "data.bad_samples"]
     root, problems = f"{tmp_path / 'data'}/", said.reason.split("; ")
     assert said.value == "4 of 59 left out" and said.is_notice
