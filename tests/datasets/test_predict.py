@@ -151,11 +151,11 @@ def test_what_does_not_fit_the_training_is_named(trained: Path, tmp_path: Path) 
     lacking = "lacks 'income', 'city' and 'buys', which .*; job=predict needs no target"
     for file, job, problem in (
         (path, "evaluate", lacking),
-        (write_csv(tmp_path / "other.csv", other), "evaluate", "20 of 30 samples .*: 'maybe'"),
+        (write_csv(tmp_path / "other.csv", other), "evaluate", "^data.path: .*20 of .*: 'maybe'"),
         (write_csv(tmp_path / "words.csv", words), "predict", "line 6, column 'age': old is no"),
     ):
         text = str(refused(trained, file, job, folder))
-        assert text.startswith("data.path: ") and re.search(problem, text)
+        assert re.search(problem, text)
         assert "data.ignore" not in text and "did you mean" not in text  # 'age' is needed itself
     with pytest.raises(ConfigError, match=r"data\.target: 'age' is an input of the model"):
         evaluate.main(asked(trained, "evaluate", trained / "people.csv", "data.target=age"), folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,9 @@ def test_a_run_is_not_resumed_on_a_replaced_file_and_both_digests_are_named(
 ) -> None:
     then = digest_by_hand(trained / "t.csv")
     now = digest_by_hand(write_table(trained / "t.csv", sign=-1))
-    with pytest.raises(ConfigError, match="t.csv has changed since the run was trained") as error:
+    digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
+    with pytest.raises(ConfigError, match=f"t.csv has changed.*{digests}.*data.changed=accept"):
         resumed(trained)
-    assert f"sha256 {then[:12]}… then, {now[:12]}… now" in str(error.value)
-    assert "data.changed=accept" in str(error.value)
     resumed(trained, "data.changed=accept")
     resumed(trained, "training.steps=8")  # on the file that was accepted
 
@@ -105,27 +105,21 @@ def test_hidden_files_and_outputs_are_no_part_of_a_folders_digest(
 def test_other_jobs_stop_at_a_replaced_file_unless_it_is_accepted(trained: Path, how: str) -> None:
     write_table(trained / "t.csv", sign=-1)
     overrides = [*QUICK, f"data.path={trained / 't.csv'}", f"checkpoint.resume={trained / 'run'}"]
-    for accepts in (False, True):
-        more = [f"job={how}", "data.changed=accept"][: 1 + accepts]
-        config = runs.config(*overrides, *more)
+    refused = pytest.raises(ConfigError, match="has changed since")
+    for more, outcome in ((), refused), (("data.changed=accept",), nullcontext()):
+        config = runs.config(*overrides, f"job={how}", *more)
         config.verify.what = type(config.verify.what).run
-        try:
+        with outcome:
             if how == "verify":
                 _check_data(trained / "run", config)
             else:
-                build(config, trained / f"e{accepts}").__exit__(None, None, None)
-            assert accepts
-        except ConfigError as error:
-            assert not accepts and "has changed since" in str(error)
+                build(config, trained / f"e{len(more)}").close()
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (
-            "data.ignore=[x]",
-            r"fitted with \[\], got \['x'\]; use data.ignore=\[\]",
-        ),
+        ("data.ignore=[x]", r"fitted with \[\], got \['x'\]; use data.ignore=\[\]"),
         ("+data.types={x: text}", "data.types.x: .* fitted with {}, got text; leave it out"),
         ("data.task=regression", "data.task: .* use data.task=auto"),
         ("data.target=x", "data.target: .* fitted with y, got x; use data.target=y"),
@@ -139,7 +133,7 @@ def test_a_key_of_how_a_table_was_fitted_cannot_change(
         if typed.startswith("data.target"):
             overrides = [*QUICK, f"data.path={trained / 't.csv'}", "job=predict", typed]
             overrides.append(f"checkpoint.resume={trained / 'run'}")
-            build(runs.config(*overrides), trained / "p").__exit__(None, None, None)
+            build(runs.config(*overrides), trained / "p").close()
         resumed(trained, typed)
     assert (trained / "run" / "summary.json").read_bytes() == before
     resumed(trained, "training.steps=8")

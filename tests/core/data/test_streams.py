@@ -146,9 +146,8 @@ def test_classes_that_are_not_declared_are_counted_and_a_later_one_is_named() ->
             return torch.zeros(6), 1 if number < 1500 else 2
 
     source = data(Late(2000))
-    assert source.sizes.classes == 2 and source.choices[0].reason.startswith(
-        "from the largest in the first 1,000 of"
-    )
+    assert source.sizes.classes == 2
+    assert source.choices[0].reason.startswith("from the largest in the first 1,000 of")
     with pytest.raises(DataError, match=r"target of sample 1500: 2 is not in 0 to 1"):
         source.assemble_items([*Late(1501)][1499:], 1499)
 

@@ -68,13 +68,12 @@ def test_memory_that_is_held_before_the_first_step_is_a_mistake_in_the_limit(
 def test_the_run_s_folder_never_outgrows_its_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook, "CHECK_S", 1e6)  # so that only a checkpoint is a reason to look
-    monkeypatch.setattr(hook, "SCAN_S", 1e6)
+    for name in ("CHECK_S", "SCAN_S"):  # so that only a checkpoint is a reason to look
+        monkeypatch.setattr(hook, name, 1e6)
     more = ["checkpoint.every=5", "checkpoint.keep=1000", "monitoring.tensorboard=false"]
-    limit = 6.0
-    summary = stopped(tmp_path, *more, f"security.limits.disk_mb={limit}")
+    summary = stopped(tmp_path, *more, "security.limits.disk_mb=6")
     assert "security.limits.disk_mb" in summary.reason
-    assert 2e6 < folder_bytes(tmp_path) <= limit * 1e6
+    assert 2e6 < folder_bytes(tmp_path) <= 6e6
 
 
 def test_a_folder_that_is_resumed_counts_from_where_it_was(
