@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -180,6 +178,5 @@ def test_no_precision_switch_warns(gpu: None) -> None:
         "with ExitStack() as scope: numerics.set_tf32(True, scope)\n"
         "numerics.read_fp32_precision()"
     )
-    command = [sys.executable, "-W", "error", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = runs.python("-W", "error", "-c", code)
     assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr

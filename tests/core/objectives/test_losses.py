@@ -161,12 +161,14 @@ def test_classes_evened_out_by_both_sampler_and_loss_are_refused_unless_the_run_
 
 
 def test_weights_and_sampler_are_refused_where_they_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="has 3 weights for 2 classes"):
-        rare("objective.class_weights=[1,2,3]").__enter__()
-    with pytest.raises(ConfigError, match=r"data\.sampler: needs the class"):
-        opened("data=stdlib_text", "model=gpt", "data.sampler=balanced").__enter__()
-    with pytest.raises(ConfigError, match=r"data\.sampler: .* data\.shuffle=false"):
-        rare("data.sampler=balanced", "data.shuffle=false").__enter__()
+    sampled = "data.sampler=balanced"
+    for run, says in (
+        (rare("objective.class_weights=[1,2,3]"), "has 3 weights for 2 classes"),
+        (opened("data=stdlib_text", "model=gpt", sampled), r"data\.sampler: needs the class"),
+        (rare(sampled, "data.shuffle=false"), r"data\.sampler: .* data\.shuffle=false"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            run.__enter__()
 
 
 @pytest.mark.parametrize(

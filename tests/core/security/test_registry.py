@@ -173,9 +173,8 @@ def test_construct_passes_the_arguments_and_the_sizes_that_are_named() -> None:
     assert construct(Net, {"width": 3}, sizes, "model").got == (3, 10, 7)
     assert construct(Net, {"width": 3, "classes": 4}, sizes, "model").got == (3, 4, 7)
     assert construct(dict, {"a": 1}, sizes, "model") == {"a": 1}
-    with pytest.raises(
-        ConfigError, match=r"^model\.width: .*\+model\.width=.*width, classes, vocab; arg"
-    ):
+    problem = r"^model\.width: .*\+model\.width=.*width, classes, vocab; arguments called in_fea"
+    with pytest.raises(ConfigError, match=problem):
         construct(Net, {}, sizes, "model")
     with pytest.raises(ConfigError, match=r"^model\.widht: .*did you mean \+model\.width"):
         construct(Net, {"widht": 3}, sizes, "model")
