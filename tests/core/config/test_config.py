@@ -336,10 +336,9 @@ def test_the_caller_s_own_technique_objects_need_no_trust() -> None:
         (compose, "training.steps=3", "compose: overrides must be a list, got a string; use"),
         (compose, [3], "compose: overrides must be a list of strings"),
         (typed, OmegaConf.create({"a": 1}), "config: is not a run config"),
-        (runner.train, RunConfig(), "train: takes a run, not a RunConfig: with bu"),
+        (runner.train, OmegaConf.create(), "train: takes a run, not a DictConfig: with bu"),
         (runner.evaluate, [], "evaluate: takes a run, not a list"),
     ],
-    ids=["a list", "one text", "numbers", "another", "no run", "no run either"],
 )
 def test_an_argument_of_the_wrong_kind_is_one_line(
     call: Callable[[Any], Any], argument: Any, says: str
