@@ -191,14 +191,6 @@ def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
     assert json.loads(json.dumps(WrittenConfig(default).plain())) == WrittenConfig(default).plain()
 
 
-def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
-    found = WrittenConfig(default).flat()
-    assert found["optimizer.lr"] == 0.001
-    assert found["schedule.kind"] == "cosine"
-    assert found["optimization.fused_optimizer.enabled"] is True
-    assert found["optimizer.options"] == {}
-
-
 def test_threads_compose_what_they_would_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

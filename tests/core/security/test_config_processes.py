@@ -63,13 +63,3 @@ def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path) -> Non
                         "hydra/launcher=basic", "hydra/job_logging=default")  # fmt: skip
     assert done.returncode == 3 and "is refused: a config file may set plain" in done.stderr
     assert not (tmp_path / "ran").exists()
-
-
-def test_security_off_says_so_in_the_log_and_only_once(tmp_path: Path) -> None:
-    done = runs.command(
-        tmp_path, *"security=off data=cancer training.steps=2 optimization=none device=cpu".split()
-    )
-    assert done.returncode == 0, done.stderr
-    (log,) = (tmp_path / "outputs").rglob("run.log")
-    assert log.read_text().count("security=off") == 1
-    assert (done.stdout + done.stderr).count("security=off: configs of other people") == 1
