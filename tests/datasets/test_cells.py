@@ -87,9 +87,7 @@ def test_two_codes_with_leading_zeros_make_a_column_texts_at_any_place(tmp_path:
     assert values(read)[-2:] == pytest.approx([7, 8], abs=1e-4)
 
 
-def test_a_single_leading_zero_is_read_by_value_and_named_but_a_label_keeps_it(
-    tmp_path: Path,
-) -> None:
+def test_a_single_leading_zero_is_read_and_named_but_a_label_keeps_it(tmp_path: Path) -> None:
     cells = [*range(100, 100 + ROWS - 1), "007"]
     source = opened(write(tmp_path, x=cells))
     assert values(source)[-1] == pytest.approx(7, abs=1e-4)
@@ -212,9 +210,7 @@ def test_whether_a_column_is_an_input_does_not_depend_on_the_order_of_rows(
 # -- targets ---------------------------------------------------------------------------------------
 
 
-def test_a_class_for_each_row_is_an_error_with_the_override_that_reads_numbers(
-    tmp_path: Path,
-) -> None:
+def test_a_class_for_each_row_is_an_error_with_the_override_for_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, z=NUMBERS, y=[f"{number} kg" for number in NUMBERS])
     message = r"classes in 120 rows.*if they are numbers, use '\+data.types=\{y: number\}'"
     with pytest.raises(DataError, match=message):
@@ -284,7 +280,7 @@ def test_targets_are_centred_in_float64() -> None:
 
 @pytest.mark.parametrize("header_end", ["", ",", ",,"])
 @pytest.mark.parametrize("row_end", ["", ",", ",,"])
-def test_separators_at_the_end_of_lines_make_no_columns(
+def test_separators_at_line_ends_make_no_columns(
     tmp_path: Path, header_end: str, row_end: str
 ) -> None:
     rows = [f"{i},{i % 7}.5,{'MB'[i % 2]}" for i in range(60)]
@@ -308,9 +304,7 @@ def test_lines_that_end_in_carriage_returns_alone_are_lines(tmp_path: Path) -> N
         opened(path)
 
 
-def test_a_line_of_another_encoding_is_named_and_no_encoding_suggested_that_does_not_fit(
-    tmp_path: Path,
-) -> None:
+def test_a_line_of_another_encoding_is_named_with_one_that_fits_alone(tmp_path: Path) -> None:
     rows = [f"{i},{('Zürich', 'Köln')[i % 2]}" for i in range(60)]
     path = tmp_path / "t.csv"
     text = "\n".join(["x,y", *rows, ""])
@@ -338,9 +332,7 @@ NAMES = ["Größe (m²)", "a b", "x.y", "b [1]", "c{d}: e", 'q"s', "plain", "50%
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
-    tmp_path: Path, name: str
-) -> None:
+def test_each_override_in_a_message_can_be_typed_and_works(tmp_path: Path, name: str) -> None:
     held_out = int(opened(write(tmp_path, z=NUMBERS)).validation[0])
     kinds: dict[str, tuple[list[Any], str]] = {
         "unit": ([f"{number} kg" for number in NUMBERS], "number"),

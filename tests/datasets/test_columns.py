@@ -39,9 +39,7 @@ def numbers(seed: int = 0) -> list[Any]:
 # -- types -----------------------------------------------------------------------------------------
 
 
-def test_texts_among_declared_numbers_are_missing_values_whose_lines_are_named(
-    tmp_path: Path,
-) -> None:
+def test_texts_among_declared_numbers_are_missing_and_lines_are_named(tmp_path: Path) -> None:
     ages, gone = numbers(), [11, 200]
     ages[11] = ages[200] = "unknown"
     declared: Any = {"types": {"age": ColumnType.number}}
@@ -316,7 +314,7 @@ def test_id_columns_are_not_inputs_and_stay_with_the_rows(tmp_path: Path, suffix
         opened(write(tmp_path / f"alone.{suffix}", {"row_id": [*range(ROWS)]}))
 
 
-def test_texts_that_occur_once_teach_nothing(
+def test_texts_that_occur_once_are_no_input(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes = [f"note {i}" if i % 12 else f"often {i % 24}" for i in range(ROWS)]

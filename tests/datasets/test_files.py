@@ -191,9 +191,7 @@ def test_a_folder_of_token_files_is_split_already(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("position", "part"), [(17, "train"), (93, "validation")])
-def test_an_id_out_of_range_is_named_by_its_position(
-    tmp_path: Path, position: int, part: str
-) -> None:
+def test_an_id_out_of_range_is_named_by_position(tmp_path: Path, position: int, part: str) -> None:
     path = token_file(tmp_path / "all.bin", [77 if i == position else 1 for i in range(100)])
     source = tokens(Tokens(path=path, vocab=50, sequence=5))
     with pytest.raises(DataError, match=f"id at position {position} is 77.*data.vocab=50"):

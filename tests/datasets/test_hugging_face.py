@@ -74,9 +74,7 @@ def end(folder: Path) -> tuple[dict[str, Any], list[Any]]:
     return restored.model, [t for entry in state.values() for t in entry.values()]
 
 
-def test_bert_learns_and_a_run_from_a_checkpoint_ends_in_the_same_bits(
-    place: Path, tmp_path: Path
-) -> None:
+def test_bert_learns_and_a_resumed_run_ends_in_the_same_bits(place: Path, tmp_path: Path) -> None:
     summary = runs.read(place / "run")
     assert summary["best"] > 0.85
     chosen = {c["key"]: c["reason"] for c in summary["choices"]}
@@ -150,9 +148,7 @@ def test_batches_are_padded_to_their_longest_text_and_masked(place: Path) -> Non
     assert data.sizes.sequence == 64  # the tokenizer's own limit, below data.sequence
 
 
-def test_a_decoder_learns_from_plain_text_and_labels_texts_without_a_padding_token(
-    tmp_path: Path,
-) -> None:
+def test_a_decoder_learns_plain_text_and_labels_without_a_padding_token(tmp_path: Path) -> None:
     folders.gpt2(tmp_path / "gpt2")
     texts = [row["text"] for row in table(folders.reviews(tmp_path / "r.csv"))]
     (tmp_path / "corpus.txt").write_text("\n".join(texts * 3))

@@ -56,9 +56,7 @@ def test_deep_images_are_scaled_by_the_range_of_the_training_images(
     assert any("becomes 0 to 1" in choice.reason for choice in source.choices)
 
 
-def test_each_file_is_scaled_by_its_own_depth_and_new_values_are_not_clipped(
-    tmp_path: Path,
-) -> None:
+def test_each_file_is_scaled_by_its_depth_and_new_values_are_not_clipped(tmp_path: Path) -> None:
     config = deep_folder(tmp_path / "train", validation=0.1)
     save_deep(tmp_path / "train" / "dim" / "8bit.png", 51, "uint8")
     source = ImageFolder(config)
@@ -108,9 +106,7 @@ def test_all_bad_images_are_in_one_message(tmp_path: Path) -> None:
         ImageFolder(config)
 
 
-def test_the_same_image_in_two_classes_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_image_in_two_classes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = deep_folder(tmp_path)
     (tmp_path / "dim" / "99.png").write_bytes((tmp_path / "dim" / "1.png").read_bytes())
     ImageFolder(config)  # twice in one class is no contradiction

@@ -140,9 +140,7 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_example_answers_a_table_without_the_runner_as_the_run_does(
-    orders: Path, tmp_path: Path
-) -> None:
+def test_the_example_answers_a_table_as_the_run_does(orders: Path, tmp_path: Path) -> None:
     overrides = (*ORDERS, f"data.path={orders / 'train.csv'}")
     exports, summary = exported(orders / "run", overrides, ExportKind.export, tmp_path)
     assert summary["pipeline"] == "exports/pipeline.pt2"

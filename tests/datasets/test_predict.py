@@ -297,9 +297,7 @@ def test_a_model_that_answers_no_sample_is_refused_before_it_is_built(
         predict.main(config, tmp_path / "job")
 
 
-def test_a_checkpoint_without_preprocessing_is_for_its_own_data(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_preprocessing_is_for_its_data(trained: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run, symlinks=True)
     for step in run.glob("checkpoints/step_*"):
@@ -341,9 +339,7 @@ def test_an_interrupted_prediction_leaves_no_file(tmp_path: Path) -> None:
     assert not [*folder.glob("*predictions*")]
 
 
-def test_weights_beside_an_exported_preprocessing_are_used_with_it(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_weights_beside_exported_preprocessing_use_it(trained: Path, tmp_path: Path) -> None:
     rows = people(30, 25)
     path = write_csv(tmp_path / "new.csv", rows)
     exports = tmp_path / "exports"

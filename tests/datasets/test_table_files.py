@@ -71,9 +71,7 @@ KNOWN: dict[str, tuple[bytes, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_file_is_read_as_the_plain_one_and_what_was_recognised_is_stated(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_file_is_read_as_the_plain_one_and_choices_are_stated(name: str, tmp_path: Path) -> None:
     content, keys, choices = KNOWN[name]
     source = opened(write(tmp_path, content, "other.csv"), **keys)
     assert_equal(source, opened(write(tmp_path, PLAIN)))
@@ -86,9 +84,7 @@ def test_a_separator_that_the_header_lacks_is_refused_with_the_one_it_has(tmp_pa
         opened(write(tmp_path, GERMAN), separator="comma")
 
 
-def test_an_index_without_a_name_is_left_out_and_other_such_columns_refused(
-    tmp_path: Path,
-) -> None:
+def test_an_index_without_a_name_is_left_out_and_others_are_refused(tmp_path: Path) -> None:
     header, *rows = PLAIN.splitlines()
     shuffled = [f"{(7 * i) % 40},{row}" for i, row in enumerate(rows)]  # by pandas
     path = write(tmp_path, "\n".join([f",{header}", *shuffled]), "pandas.csv")
@@ -475,9 +471,7 @@ def test_every_single_value_of_parquet_is_read(name: str, tmp_path: Path) -> Non
         assert_equal(source, opened(written(tmp_path, x=cells)))
 
 
-def test_nested_and_binary_columns_are_refused_by_name_unless_they_are_ignored(
-    tmp_path: Path,
-) -> None:
+def test_nested_and_binary_columns_are_refused_by_name_or_ignored(tmp_path: Path) -> None:
     nested = {
         "list": [["a"]] * 30,
         "struct": [{"n": 1}] * 30,
@@ -516,9 +510,7 @@ def test_all_bad_rows_are_named_by_kind_with_the_keys_that_drop_them(tmp_path: P
     assert "data.bad_samples" not in str(raised.value)
 
 
-def test_all_that_is_wrong_with_a_file_is_one_message_with_the_keys_that_change_it(
-    tmp_path: Path,
-) -> None:
+def test_all_that_is_wrong_with_a_file_is_one_message_with_the_keys(tmp_path: Path) -> None:
     rows = [f"{i},{'Ayr' if i % 2 else 'Bath'},{i}.5\n" for i in range(60)]
     rows += ["1e99,Ayr,1.5\n", ",Ayr,1.5\n", "1,Bath\n", "1,Bath,\n"]
     path = write(tmp_path, "".join(["area,home town,price\n", *rows]))
@@ -548,9 +540,7 @@ def test_all_that_is_wrong_with_a_file_is_one_message_with_the_keys_that_change_
     assert len(data.target) == 60 and [c.name for c in data.columns] == ["area"]
 
 
-def test_a_column_that_is_missing_is_named_once_and_no_other_needed_one_suggested(
-    tmp_path: Path,
-) -> None:
+def test_a_missing_column_is_named_once_and_no_needed_one_suggested(tmp_path: Path) -> None:
     rows = [f"{'' if i % 5 else '1.5'},2024-0{i % 9 + 1}-11,{i % 2}" for i in range(40)]
     path = write(tmp_path, "\n".join(["score,since,y", *rows]))
     fitted = Preprocessing.of(Tabular(path=path, target="y"), opened(path))

@@ -83,9 +83,7 @@ MISSING_CELLS = {
 
 
 @pytest.mark.parametrize("kind", [*BAD_ROWS, *MISSING_CELLS])
-def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_bad_row_is_an_error_or_left_out_alone(kind: str, tmp_path: Path) -> None:
     row, problem = {**BAD_ROWS, **MISSING_CELLS}[kind]
     key, stop, drop = "data.bad_samples", {}, {"bad_samples": BadSamples.drop}
     if kind in MISSING_CELLS:

@@ -38,7 +38,7 @@ def table(folder: Path, name: str = "prices.csv", **columns: object) -> list[str
 
 @pytest.mark.parametrize("loss", ["", MAE], ids=["ours", "torch.nn"])
 @pytest.mark.parametrize("transform", ["none", "standardise", "log"])
-def test_predictions_and_errors_are_in_the_targets_unit(
+def test_predictions_and_errors_have_the_targets_unit(
     tmp_path: Path, transform: str, loss: str
 ) -> None:
     typed = [*table(tmp_path), f"data.target_transform={transform}", *filter(None, [loss])]

@@ -122,9 +122,7 @@ def test_only_the_likeliest_are_drawn_and_the_callers_random_state_stays(trained
         assert model.generate("wall", tokens=12, seed=1) != model.generate("wall", tokens=12)
 
 
-def test_a_run_without_samples_trains_to_the_same_bits(
-    book: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_run_without_samples_has_the_same_bits(book: tuple[str, ...], tmp_path: Path) -> None:
     weights, events = [], []
     for samples in ("null", "0"):
         folder = tmp_path / samples
@@ -150,9 +148,7 @@ def test_a_run_without_samples_trains_to_the_same_bits(
         ({"seed": -1}, "seed must be a whole number ≥ 0"),
     ],
 )
-def test_arguments_that_make_no_sense_are_named(
-    trained: Path, typed: dict[str, Any], problem: str
-) -> None:
+def test_wrong_arguments_are_named(trained: Path, typed: dict[str, Any], problem: str) -> None:
     with runner.load(trained) as model, pytest.raises(UsageError, match=problem):
         model.generate(**{"prompt": "wall", **typed})
 
@@ -177,9 +173,7 @@ def test_what_has_no_text_is_told_so(trained: Path, tmp_path: Path) -> None:
     assert "predict.prompt: needs a language model" in made.stderr
 
 
-def test_the_command_prints_the_text_and_writes_it_without_the_data(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_the_command_prints_and_writes_the_text_without_data(trained: Path, tmp_path: Path) -> None:
     prompt = "bottles, {of} "  # as it is typed: with the space at its end
     typed = [f"checkpoint.resume={trained}", f"predict.prompt={prompt}", "predict.tokens=30"]
     made = runs.command(tmp_path, "job=predict", *typed, f"hydra.run.dir={tmp_path}/text")

@@ -74,9 +74,7 @@ def test_tables_in_memory_and_in_files_get_the_numbers_computed_by_hand(
 
 
 @pytest.mark.usefixtures("my_package")
-def test_a_metric_is_not_needed_to_predict_and_cells_as_texts_are_read_as_those_of_a_csv(
-    tmp_path: Path,
-) -> None:
+def test_no_metric_is_needed_and_texts_are_read_as_cells_of_a_csv(tmp_path: Path) -> None:
     areas = [f"{1000 + 7.5 * i:,.1f}" for i in range(120)]
     rows = "".join(f'"{area}",{i}.5\n' for i, area in enumerate(areas))
     (tmp_path / "houses.csv").write_text(f"area,price\n{rows}")
@@ -164,9 +162,7 @@ def test_a_path_for_data_that_take_none_is_refused(data: str, name: str, tmp_pat
             model.predict("new.csv")
 
 
-def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
-    tmp_path: Path,
-) -> None:
+def test_tensors_of_another_type_are_cast_and_other_shapes_refused(tmp_path: Path) -> None:
     usual = ("data=digits", "model=mlp", *SHORT)
     runs.trained(*usual, folder=tmp_path / "run")
     images = torch.rand(3, 1, 8, 8)
@@ -183,9 +179,7 @@ def test_tensors_of_another_type_are_cast_and_those_of_another_shape_refused(
     np.testing.assert_array_equal(got["probability 3"], expected["probability 3"])
 
 
-def test_a_run_of_a_named_config_is_refused_without_what_it_sets(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_a_named_config_needs_what_it_sets(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "copy")
     record = tmp_path / "copy/run/.hydra/hydra.yaml"
     named = record.read_text().replace("config_name: config\n", "config_name: mine\n")

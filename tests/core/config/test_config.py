@@ -141,9 +141,7 @@ def test_the_name_tells_data_and_model_also_when_the_model_is_foreign() -> None:
         (["optimizer.lr=nan"], r"^optimizer\.lr: "),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(
-    overrides: list[str], says: str
-) -> None:
+def test_what_cannot_run_is_refused_with_key_and_a_way_out(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         compose(overrides)
     assert "\n" not in str(refused.value)
@@ -179,9 +177,7 @@ def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -
     assert len({config_hash(default), *hashes}) == len(overrides) + 1
 
 
-def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
-    default: RunConfig,
-) -> None:
+def test_what_leaves_the_numbers_leaves_the_hash_and_hooks_do_not(default: RunConfig) -> None:
     same = config_hash(default)
     alone = "name=other job=doctor checkpoint.resume=auto monitoring=quiet debug=anomaly"
     trusting = ["security.trusted=[my_package]", "debug.capture.at_most=0"]
@@ -191,7 +187,7 @@ def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
     assert json.loads(json.dumps(WrittenConfig(default).plain())) == WrittenConfig(default).plain()
 
 
-def test_threads_compose_what_they_would_alone(
+def test_threads_compose_as_they_would_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ConfigStore.instance().repo

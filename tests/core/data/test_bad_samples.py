@@ -270,9 +270,7 @@ def test_what_the_machine_lacks_is_no_fault_of_a_sample() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
-def test_a_killed_run_leaves_out_the_same_samples_with_any_number_of_workers(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_run_leaves_out_the_same_samples_with_any_workers(tmp_path: Path) -> None:
     from tests.faults.end_state import end_state
 
     processes.serve()

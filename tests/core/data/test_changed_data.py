@@ -50,9 +50,7 @@ def resumed(folder: Path, *typed: str, path: str = "t.csv") -> None:
         train(run)
 
 
-def test_a_run_is_not_resumed_on_a_replaced_file_and_both_digests_are_named(
-    trained: Path,
-) -> None:
+def test_a_run_is_not_resumed_on_a_replaced_file_and_digests_are_named(trained: Path) -> None:
     then = digest_by_hand(trained / "t.csv")
     now = digest_by_hand(write_table(trained / "t.csv", sign=-1))
     digests = f"sha256 {then[:12]}… then, {now[:12]}… now"
@@ -67,7 +65,7 @@ def test_a_file_that_only_has_another_time_is_unchanged(trained: Path) -> None:
     resumed(trained)
 
 
-def test_another_path_is_taken_as_meant_and_named(
+def test_another_path_is_accepted_and_named(
     trained: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_table(trained / "u.csv", sign=-1)
@@ -125,9 +123,7 @@ def test_other_jobs_stop_at_a_replaced_file_unless_it_is_accepted(trained: Path,
         ("data.target=x", "data.target: .* fitted with y, got x; use data.target=y"),
     ],
 )
-def test_a_key_of_how_a_table_was_fitted_cannot_change(
-    trained: Path, typed: str, message: str
-) -> None:
+def test_a_key_by_which_a_table_was_fitted_stays(trained: Path, typed: str, message: str) -> None:
     before = (trained / "run" / "summary.json").read_bytes()
     with pytest.raises(ConfigError, match=message):
         if typed.startswith("data.target"):
@@ -139,9 +135,7 @@ def test_a_key_of_how_a_table_was_fitted_cannot_change(
     resumed(trained, "training.steps=8")
 
 
-def test_verification_takes_another_path_as_meant(
-    trained: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_verification_accepts_another_path(trained: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Also from Python, where no override is typed."""
     copied = write_table(trained / "copy.csv", sign=-1)
     config = runs.config(*QUICK, f"data.path={copied}")

@@ -175,7 +175,7 @@ def arguments(path: Path, steps: int) -> list[str]:
 
 
 @pytest.mark.parametrize("preprocessing", [True, False])
-def test_a_run_of_before_is_resumed_with_the_rows_that_it_held_out(
+def test_a_run_of_before_is_resumed_with_its_held_out_rows(
     tmp_path: Path, preprocessing: bool
 ) -> None:
     """Checkpoints that lack the rule were split at random; the oldest lack preprocessing, too."""

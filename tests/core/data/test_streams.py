@@ -200,9 +200,7 @@ def test_code_to_validate_on_is_trusted_like_other_code() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_is_trained_on_and_the_same_samples_are_validated_on_each_time(
-    workers: int,
-) -> None:
+def test_a_stream_is_trained_on_and_the_same_samples_validate_each_time(workers: int) -> None:
     typed = ("training.steps=10", f"data.workers={workers}", "data.validation_samples=40")
     trained, held_out = list[list[int]](), list[list[int]]()
 
@@ -306,9 +304,7 @@ def test_bad_batches_of_a_stream_are_skipped_like_others() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("target", ["Lengths", "Ragged"])
-def test_ragged_samples_are_collated_in_batches_of_the_data_sets_own(
-    target: str, workers: int
-) -> None:
+def test_ragged_samples_are_collated_in_batches_of_the_data_set(target: str, workers: int) -> None:
     typed = (*runs.OURS, *GPT, f"data._target_=my_package.{target}", f"data.workers={workers}")
     with opened(*typed, "training.steps=36", "training.batch_size=10") as run:
         summary = train(run)

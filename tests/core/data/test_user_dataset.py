@@ -214,9 +214,7 @@ def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
         (lambda i: (torch.zeros(4, dtype=torch.complex64), 1), "complex64.*sizes = {'task'"),
     ],
 )
-def test_samples_that_cannot_be_used_are_refused_at_opening(
-    make: Callable[[int], Any], problem: str
-) -> None:
+def test_unusable_samples_are_refused_at_opening(make: Callable[[int], Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         opened(make)
 

@@ -167,9 +167,7 @@ def test_batches_in_shared_memory_keep_their_layout_and_leave_nothing_open(load:
     theirs.close()
 
 
-def test_close_leaves_no_process_behind(
-    load: Load, children: Callable[[], list[psutil.Process]]
-) -> None:
+def test_close_leaves_no_process(load: Load, children: Callable[[], list[psutil.Process]]) -> None:
     loader = workers(load, lambda i: time.sleep(600), count=3)
     next(loader.batches(0))
     assert len(children()) == 3

@@ -284,9 +284,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch, nvml: bool) -> None:
 
 
 @pytest.mark.parametrize("nvml", [True, False])
-def test_auto_takes_the_gpu_with_most_free_memory(
-    nvml: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_the_gpu_with_most_memory(nvml: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(monkeypatch, nvml)
     index, text = most_free_gpu()
     assert index == 1 and text == "GPU 1 of 3 has most free memory, 70.00 GiB"
@@ -304,9 +302,7 @@ def test_another_word_for_an_index_is_refused(typed: str) -> None:
         compose([f"device.index={typed}"])
 
 
-def test_readings_of_a_gpu_count_retries_and_failures_of_the_allocator(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_readings_of_a_gpu_count_retries_of_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"num_alloc_retries": 3, "num_ooms": 2, "num_device_alloc": 9}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     monkeypatch.setattr(resources, "gpu_readings", lambda device: {"gpu_percent": 50.0})

@@ -94,9 +94,7 @@ SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_weights_and_buffers_are_those_of_the_file_however_they_lie_in_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_weights_and_buffers_are_those_of_a_file_of_any_shape(kind: str, tmp_path: Path) -> None:
     name, shape = SHAPES[kind]
     wanted, model = trained(Net()), Net()
     digest = saved(tmp_path / name, shape(wanted))
@@ -199,9 +197,7 @@ def drawn() -> list[Any]:
     return [torch.rand(2).tolist(), random.random(), np.random.rand()]
 
 
-def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_moves(
-    first: Path,
-) -> None:
+def test_a_fresh_head_has_its_usual_values_and_no_random_state_moves(first: Path) -> None:
     with build(compose(QUIET)) as run:
         plain = runs.weights(run)
         with run.own_random_state():
@@ -221,9 +217,7 @@ def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_
         assert torch.equal(value, (plain if name.startswith("layers.4") else before)[name])
 
 
-def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again(
-    first: Path,
-) -> None:
+def test_a_resumed_run_ends_in_the_same_bits_without_reading_the_weights(first: Path) -> None:
     config = [*QUIET, f"model.weights={first}", "checkpoint.resume=auto"]
     with build(compose(config), Path("outputs/runs/second/whole")) as run:
         train(run)
@@ -250,9 +244,7 @@ def test_checkpoint_resume_wins_and_weights_alone_are_evaluated(
     assert metrics["val/loss"] == Summary.read(first).metrics["val/loss"]
 
 
-def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
-    first: Path, my_package: None
-) -> None:
+def test_a_bad_step_is_opened_again_without_the_weights(first: Path, my_package: None) -> None:
     noisy = ["data._target_=my_package.Noisy", "+data.poison=[50,90]"]
     ours = [*QUIET, *noisy, "security.trusted=[my_package]", "checks=off"]
     with build(compose(ours)) as run:

@@ -41,9 +41,7 @@ def ours(classes: int, logits: Tensor, target: Tensor) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-def test_multiclass_metrics_are_means_over_classes_of_all_samples_but_the_ignored(
-    cuts: list[int],
-) -> None:
+def test_multiclass_metrics_are_means_over_classes_without_the_ignored(cuts: list[int]) -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(37, 3), torch.randint(3, (37,))
     target[[3, 20]] = -100

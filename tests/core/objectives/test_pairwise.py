@@ -68,9 +68,7 @@ def made(target: str) -> CustomObjective:
 
 @pytest.mark.parametrize("shape", [(9, 1), (9,)])
 @pytest.mark.parametrize("target", ["BCEWithLogitsLoss", "functional.mse_loss", "HuberLoss"])
-def test_labels_become_targets_of_the_outputs_dtype_and_shape(
-    target: str, shape: tuple[int, ...]
-) -> None:
+def test_labels_get_the_outputs_dtype_and_shape(target: str, shape: tuple[int, ...]) -> None:
     output, labels = torch.randn(shape), torch.arange(9) % 2
     loss = {"BCE": F.binary_cross_entropy_with_logits, "fun": F.mse_loss, "Hub": F.huber_loss}
     expected = loss[target[:3]](output.flatten(), labels.float())
@@ -114,7 +112,7 @@ def test_two_classes_get_one_logit_and_are_predicted_by_it() -> None:
         (("data=cancer", BCE, "objective.class_weights=balanced"), "not used by custom"),
     ],
 )
-def test_a_loss_that_is_not_for_the_classes_is_one_line(
+def test_a_loss_that_does_not_fit_the_classes_is_named(
     overrides: tuple[str, ...], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says), opened(*SMALL, *overrides):

@@ -126,9 +126,7 @@ class _Misspelt(my_package.Spread):
 
 
 @pytest.mark.parametrize("metric", [lambda o, t: o.no_such_name, _Misspelt])
-def test_an_error_of_a_metric_names_it_and_its_line_in_place_of_the_check_before_step_1(
-    metric: Any,
-) -> None:
+def test_an_error_of_a_metric_names_it_and_its_line_and_not_the_check(metric: Any) -> None:
     with opened(*SMALL) as run:
         run.objective.named = (build_user_metrics(["mine.metric"], run.sizes, lambda *_: metric),)
         with pytest.raises(ConfigError, match="^objective.metrics: metric raised Attr") as raised:

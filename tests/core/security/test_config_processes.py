@@ -38,9 +38,7 @@ SWEEP = pytest.param(["-m", "seed=0"], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("sweep", [[], SWEEP], ids=["run", "sweep"])
-def test_nothing_in_the_current_folder_stands_in_for_a_module(
-    sweep: list[str], folder: Path
-) -> None:
+def test_nothing_in_the_folder_stands_in_for_a_module(sweep: list[str], folder: Path) -> None:
     typed = "data=cancer training.steps=2 optimization=none device=cpu".split()
     model = ["model._target_=torch.nn.Linear", "+model.in_features=30", "+model.out_features=2"]
     environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"}

@@ -237,9 +237,7 @@ def test_an_option_whose_defaults_name_itself_is_a_plain_mistake() -> None:
 
 @pytest.mark.parametrize("group", ["launcher", "job_logging", "hydra_logging"])
 @pytest.mark.parametrize("key", ["override /hydra/{}", "/hydra/{}", "override  hydra/{}"])
-def test_an_option_of_hydra_that_a_file_cannot_choose_is_refused_with_what_to_type(
-    group: str, key: str
-) -> None:
+def test_an_option_of_hydra_that_no_file_can_choose_is_to_be_typed(group: str, key: str) -> None:
     body = f"defaults: [{{{key.format(group)}: basic}}]"
     with pytest.raises(ConfigError, match=f"hydra/{group}: basic .* type hydra/{group}=basic"):
         ask_file(body)

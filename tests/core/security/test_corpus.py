@@ -60,7 +60,7 @@ def test_every_file_of_the_family_is_refused_in_one_line_and_does_nothing(
 
 
 @pytest.mark.parametrize("level", SecurityLevel, ids=lambda level: level.name)
-def test_nothing_live_is_opened_at_any_level(
+def test_nothing_live_is_ever_opened(
     level: SecurityLevel, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     opened, fired = [], []

@@ -145,9 +145,7 @@ def test_all_that_weights_only_opens_is_loaded_under_any_name(
     assert str(opened.content) == str(theirs) and opened.facts.format == "torch_zip"
 
 
-def test_compressed_masks_that_are_mostly_zeros_are_loaded(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
+def test_compressed_masks_of_mostly_zeros_are_loaded(sandbox: Sandbox, tmp_path: Path) -> None:
     path, rows = tmp_path / "mask.npz", np.zeros((10_000, 1_000))
     rows[np.arange(10_000), np.arange(10_000) % 1_000] = 1
     np.savez_compressed(path, x=rows)
@@ -235,9 +233,7 @@ ARCHIVES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
-def test_an_archive_that_a_loader_would_take_is_found_under_any_name(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_archive_for_a_loader_is_found_under_any_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.model"
     path.write_bytes(ARCHIVES[name]())
     assert is_loadable(path) is (name != "other")
@@ -320,9 +316,7 @@ def test_another_file_than_the_one_promised_is_not_parsed(
             open_file(tmp_path / "changed", FilePolicy(), digest(path))
 
 
-def test_sums_of_members_are_compared_where_no_digest_is_known(
-    sandbox: Sandbox, tmp_path: Path
-) -> None:
+def test_sums_of_members_are_compared_without_a_digest(sandbox: Sandbox, tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save({"w": torch.arange(1000.0)}, path)
     data = bytearray(path.read_bytes())
@@ -378,9 +372,7 @@ def judged(path: Path, **policy: Any) -> Assessment:
     return assessment
 
 
-def test_a_checkpoint_within_the_run_tree_is_checked_and_elsewhere_untrusted(
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_in_the_run_tree_is_checked_and_elsewhere_untrusted(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "outputs/runs/digits/one/checkpoints/step_00000007")
     ours = judged(folder, run_tree=tuple(run_tree_folders(tmp_path / "outputs/scans/x")))
     assert ours.trust is Trust.CHECKED and not ours.reasons
@@ -420,9 +412,7 @@ def test_a_damaged_or_forged_manifest_gives_no_trust(tmp_path: Path) -> None:
         assert judged(folder, run_tree=(tmp_path,)).trust is Trust.UNTRUSTED
 
 
-def test_a_model_that_the_manifest_does_not_name_takes_the_trust_from_the_folder(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_no_manifest_names_takes_the_trust_from_the_folder(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "c")
     (folder / "notes.txt").write_text("not loaded")
     assert judged(folder, run_tree=(tmp_path,)).trust is Trust.CHECKED

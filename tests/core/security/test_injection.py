@@ -252,9 +252,7 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +[\w.]+: |  \| ")
 
 
-def test_a_line_of_the_log_is_a_line_of_ours(
-    log_file: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_line_of_the_log_is_ours(log_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("runner")
     log.warning("%s", HOSTILE)
     log.error("a worker said %s", [HOSTILE, Path(HOSTILE[:60].replace("/", ""))])

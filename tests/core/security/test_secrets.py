@@ -110,9 +110,7 @@ def test_an_environment_variable_without_permission_is_refused_by_name(value: st
         assert "security.environment=[MY_TOKEN]" in str(refused.value)
 
 
-def test_a_refusal_comes_before_anything_is_there_and_a_file_gives_itself_no_leave(
-    tmp_path: Path,
-) -> None:
+def test_a_refusal_comes_first_and_a_file_gives_itself_no_permission(tmp_path: Path) -> None:
     for typed_in in ([TOKEN], ["-m", "seed=1,2", TOKEN], ["name=${oc.env:MY_TOKEN}"]):
         with pytest.raises(SecurityError, match="MY_TOKEN"):
             check(read_arguments(typed_in))
@@ -157,9 +155,7 @@ def test_another_hydra_application_in_this_process_reads_as_it_always_did() -> N
 # -- what is written ---------------------------------------------------------------------------
 
 
-def test_a_config_is_written_with_the_name_in_place_of_the_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_config_is_written_with_the_name_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEED", "17")
     monkeypatch.setenv("KIND", "mlp")  # which another key has, too
     leave = "security.environment=[MY_TOKEN,SHORT,SEED,KIND]"
@@ -180,9 +176,7 @@ def test_a_config_is_written_with_the_name_in_place_of_the_value(
     assert config.optimizer.options["x"] == CANARY  # in memory
 
 
-def test_a_token_that_was_renewed_makes_no_other_experiment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_renewed_token_makes_no_other_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_hash(compose([TOKEN, LEAVE]))
     monkeypatch.setenv("MY_TOKEN", "canary-of-tomorrow")
     assert config_hash(compose([TOKEN, LEAVE])) == before

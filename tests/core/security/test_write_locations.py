@@ -145,9 +145,7 @@ def test_a_run_has_its_log_and_warnings_whatever_a_config_says_of_them(
         assert text.count("security=off: configs of other people") == 1
 
 
-def test_a_link_in_place_of_a_checkpoint_s_file_is_not_followed_when_writing(
-    tmp_path: Path,
-) -> None:
+def test_a_link_in_place_of_a_record_is_not_followed_when_writing(tmp_path: Path) -> None:
     outside = tmp_path / "outside.txt"
     outside.write_text("precious")
     folder = tmp_path / "run"
