@@ -196,9 +196,7 @@ def test_times_of_which_some_have_a_zone_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
-def test_whether_a_column_is_an_input_does_not_depend_on_the_order_of_rows(
-    tmp_path: Path, order: str
-) -> None:
+def test_the_order_of_rows_makes_no_column_an_input(tmp_path: Path, order: str) -> None:
     years = np.arange(1900, 1900 + ROWS)
     years = years if order == "sorted" else RNG.permutation(years)
     notes = [f"note {i // 2 if i < 14 else i}" for i in years.tolist()]
@@ -380,9 +378,7 @@ def overrides_in(message: str) -> list[str]:
     return [shlex.split(text)[0] for text in dict.fromkeys(match[0] for match in found)]
 
 
-def test_notices_are_in_the_end_table_and_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_notices_are_in_end_table_and_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, weight=[f"{number} kg" for number in NUMBERS], z=NUMBERS)
     table = "data=tabular", f"data.path={path}", "data.target=y", "model=mlp", "model.width=4"
     steps = "training.steps=1", "optimization=none", "data.workers=0", "checkpoint=off"

@@ -110,9 +110,7 @@ def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "suffix"), [(Missing.mean, "csv"), (Missing.median, "parquet")], ids=str
 )
-def test_missing_values_are_filled_in_from_training_rows_and_marked(
-    tmp_path: Path, policy: Missing, suffix: str
-) -> None:
+def test_missing_values_are_filled_and_marked(tmp_path: Path, policy: Missing, suffix: str) -> None:
     gaps = np.random.default_rng(1).random((3, ROWS)) < 0.08
     income = np.exp(np.array(numbers(1)) / 9).tolist()
     columns: Columns = {

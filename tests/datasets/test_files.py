@@ -92,9 +92,7 @@ def test_a_file_that_is_no_image_is_named_at_opening_and_when_it_is_fetched(
     ImageFolder(Images(path=str(tmp_path)))  # it lies between those that are opened
 
 
-def test_an_image_of_too_many_pixels_is_named_and_not_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_large_image_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     red_and_blue(tmp_path)
     Image.new("L", (90, 90)).save(tmp_path / "red" / "2.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7_000)

@@ -100,9 +100,7 @@ def test_bert_learns_and_a_resumed_run_ends_in_the_same_bits(place: Path, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(state, other_state, strict=True))
 
 
-def test_new_texts_are_predicted_by_the_job_and_from_python_as_transformers_does(
-    place: Path, tmp_path: Path
-) -> None:
+def test_new_texts_are_predicted_as_transformers_does(place: Path, tmp_path: Path) -> None:
     new = folders.reviews(tmp_path / "new.csv", 11, labels=False)
     texts = [row["text"] for row in table(new)]
     asked = [*overrides(place), f"checkpoint.resume={place}/run", "job=predict"]

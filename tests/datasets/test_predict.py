@@ -115,9 +115,7 @@ def test_the_summary_is_about_the_prediction_and_not_about_the_training(
     assert "## Columns" not in (tmp_path / "job/report.md").read_text()
 
 
-def test_predictions_of_a_batch_that_does_not_fit_the_memory_are_made_in_parts(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_a_batch_that_does_not_fit_is_predicted_in_parts(trained: Path, tmp_path: Path) -> None:
     rows = people(40)
     config = asked(trained, "predict", write_csv(tmp_path / "new.csv", rows))
     with build_trained(config, None) as run:

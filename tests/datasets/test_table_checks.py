@@ -152,9 +152,7 @@ def with_copies(other_label: bool) -> tuple[dict[str, Any], Any, np.ndarray, np.
 
 
 @pytest.mark.parametrize("other_label", [False, True])
-def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
-    other_label: bool, tmp_path: Path
-) -> None:
+def test_rows_in_both_parts_are_named_and_left_out(other_label: bool, tmp_path: Path) -> None:
     columns, labels, train, validation = with_copies(other_label)
     columns["id"] = np.arange(7, 7 + N)  # makes every row another one, and is left out
     source = table(columns, labels, tmp_path, split=SplitRule.random)
@@ -229,9 +227,7 @@ def test_a_large_table_is_judged_by_a_sample_that_is_always_the_same() -> None:
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
-def test_every_column_that_leaks_is_named_whatever_the_others_and_the_order(
-    order: str, tmp_path: Path
-) -> None:
+def test_every_column_that_leaks_is_named_in_any_order(order: str, tmp_path: Path) -> None:
     """As in a table of films: a code with the label in it, some of whose values occur once."""
     rows = np.argsort(Y, kind="stable") if order == "sorted" else np.arange(N)
     years = RNG.integers(1970, 2012, N)

@@ -164,9 +164,7 @@ def test_each_of_several_targets_has_its_own_scale(tmp_path: Path, loss: str) ->
     assert json.loads((exported / "preprocessing.json").read_text())["sizes"] == sizes
 
 
-def test_a_run_of_an_earlier_version_keeps_its_one_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     y, typed = unlike_targets(tmp_path, "schedule=constant")
     whole, half = tmp_path / "whole", tmp_path / "half"
     with monkeypatch.context() as earlier:

@@ -101,9 +101,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, content: bytes, problem: str
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_continued_text_is_that_of_whole_forwards_with_one_generator(
-    trained: Path, seed: int | None
-) -> None:
+def test_a_continued_text_is_that_of_whole_forwards(trained: Path, seed: int | None) -> None:
     temperature = 0 if seed is None else 0.7
     with runner.load(trained) as model:
         made = model.generate("bottles", tokens=40, temperature=temperature, seed=seed or 0)

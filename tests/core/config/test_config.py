@@ -328,9 +328,7 @@ def test_the_caller_s_own_technique_objects_need_no_trust() -> None:
         (runner.evaluate, [], "evaluate: takes a run, not a list"),
     ],
 )
-def test_an_argument_of_the_wrong_kind_is_one_line(
-    call: Callable[[Any], Any], argument: Any, says: str
-) -> None:
+def test_a_wrong_argument_is_one_line(call: Callable[[Any], Any], argument: Any, says: str) -> None:
     with pytest.raises(UsageError, match=f"^{says}"):
         call(argument)
 

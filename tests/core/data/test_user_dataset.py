@@ -112,18 +112,30 @@ def test_labels_in_an_attribute_save_the_scan() -> None:
     assert "largest of my_package.Made.targets" in source.choices[0].reason
 
 
+TOKENS, MASKED = torch.tensor([0, 1, 2]), torch.tensor([1, -100, 2])
+
+
 @pytest.mark.parametrize(
-    ("odd", "problem"),
+    ("usual", "odd", "stated", "problem"),
     [
-        (torch.zeros(4), r"inputs is float32 of shape \[4\].*float32 of shape \[3\]"),
-        (torch.zeros(3, dtype=torch.float64), r"inputs is float64 of shape.*must match"),
+        ((torch.zeros(3), 1), (torch.zeros(4), 1), {"classes": 2},
+         r"sample 7: inputs is float32 of shape \[4\].*float32 of shape \[3\]"),
+        ((torch.zeros(3), 1), (torch.zeros(3).double(), 1), {"classes": 2},
+         "sample 7: inputs is float64 of shape.*must match"),
+        ((torch.zeros(3), 1), (torch.zeros(3), 4), {"classes": 4}, "sample 7: 4 is not in 0 to 3"),
+        ((torch.zeros(3), 1), (torch.zeros(3), -1), {"classes": 4}, "sample 7: -1 is not in 0 to"),
+        ((TOKENS, MASKED), (torch.tensor([0, 1, 9]), MASKED), {"vocab": 5},
+         "inputs of sample 7: 9 is not in 0 to 4.*`vocab`"),
     ],
-    ids=["shape", "double"],
-)
-def test_a_sample_unlike_the_others_is_named(odd: torch.Tensor, problem: str) -> None:
-    source = opened(lambda i: (odd if i == 7 else torch.zeros(3), i % 2), classes=2)
-    with pytest.raises(DataError, match=rf"sample 7: {problem}"):
-        source.fetch(np.arange(20), None)
+    ids=["shape", "double", "label", "negative label", "token"],
+)  # fmt: skip
+def test_a_sample_unlike_the_others_or_out_of_range_is_named(
+    usual: Any, odd: Any, stated: dict[str, int], problem: str
+) -> None:
+    source = opened(lambda i: odd if i == 7 else usual, **stated)
+    assert torch.equal(source.fetch(np.arange(7), None)[1][6], torch.as_tensor(usual[1]))
+    with pytest.raises(DataError, match=problem):
+        source.fetch(np.arange(5, 15), None)
 
 
 class AtOnce(Made):
@@ -184,22 +196,6 @@ def test_a_sample_that_reads_torchs_seed_gets_its_own() -> None:
     source = opened(lambda i: (torch.full((2,), float(torch.initial_seed() % 1000)), i % 2))
     seeds = np.array([5, 6, 7], np.uint64)
     assert source.fetch(np.arange(3), seeds)[0][:, 0].tolist() == [5.0, 6.0, 7.0]
-
-
-@pytest.mark.parametrize("label", [4, -1])
-def test_a_label_out_of_range_is_named(label: int) -> None:
-    source = opened(lambda i: (torch.zeros(3), label if i == 9 else i % 4), classes=4)
-    with pytest.raises(DataError, match=rf"sample 9: {label} is not in 0 to 3"):
-        source.fetch(np.arange(5, 15), None)
-
-
-def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
-    tokens = {4: torch.tensor([0, 1, 9])}
-    target = torch.tensor([1, -100, 2])
-    source = opened(lambda i: (tokens.get(i, torch.tensor([0, 1, 2])), target), vocab=5)
-    assert source.fetch(np.arange(3), None)[1][0, 1] == -100
-    with pytest.raises(DataError, match=r"inputs of sample 4: 9 is not in 0 to 4.*`vocab`"):
-        source.fetch(np.arange(3, 6), None)
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,7 @@ def test_signals_to_the_group_do_not_reach_workers(
     assert len(children()) == 2
 
 
-def test_a_signal_handler_that_raises_cuts_the_wait_short(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_raising_signal_handler_ends_waits(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     class Enough(Exception):
         pass
 

@@ -81,9 +81,7 @@ def test_sizes_come_from_the_data(
         (MlpConfig(), Sizes("segmentation"), r"gives no sizes; set your own model"),
     ],
 )
-def test_data_that_does_not_fit_is_an_error_that_names_what_does(
-    config: ModelConfig, sizes: Sizes, says: str
-) -> None:
+def test_an_error_about_data_names_what_fits(config: ModelConfig, sizes: Sizes, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         build_model(config, sizes, never)
     assert caught.value.key == "model"

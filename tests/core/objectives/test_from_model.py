@@ -42,9 +42,7 @@ ONE, TWO = torch.tensor(1.5), torch.tensor(2.0)
         ((torch.ones(3), torch.tensor(1)), None),  # a count
     ],
 )
-def test_the_loss_of_an_output_is_its_loss_a_number_or_the_sum_of_a_dict(
-    output: Any, loss: float | None
-) -> None:
+def test_the_loss_is_that_of_an_output_a_number_or_a_sum(output: Any, loss: float | None) -> None:
     objective = ModelLossObjective("regression")
     if loss is None:
         assert find_loss(output) is None
@@ -164,9 +162,7 @@ class Positional(nn.Module):
     ("inputs", "expected"),
     [(1, {"idx": 1, "targets": 9}), ((1, 2), {"idx": 1, "mask": 2, "targets": 9})],
 )
-def test_a_target_becomes_the_parameter_of_forward_that_is_named_for_it(
-    inputs: Any, expected: dict[str, int]
-) -> None:
+def test_a_target_becomes_the_parameter_named_for_it(inputs: Any, expected: dict[str, int]) -> None:
     add_target = TargetInput.of(Positional(), None)
     assert add_target is not None
     assert add_target((inputs, 9)) == (expected, 9)

@@ -134,9 +134,7 @@ def test_an_objective_that_knows_its_metrics_refuses_to_monitor_another() -> Non
             resolve_monitor(objective, "val/R2Scor")
 
 
-def test_without_the_extra_it_is_one_line_that_names_the_key_and_the_command(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_extra_one_line_names_key_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchmetrics", None)
     with pytest.raises(ConfigError, match=r"^objective.metrics: needs .*pip install '.*\[metr"):
         named(THREE, "F1Score")

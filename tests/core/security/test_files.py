@@ -136,9 +136,7 @@ CONTENT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("file", CONTENT)
-def test_all_that_weights_only_opens_is_loaded_under_any_name(
-    file: str, sandbox: Sandbox, tmp_path: Path
-) -> None:
+def test_all_of_weights_only_loads_by_any_name(file: str, sandbox: Sandbox, tmp_path: Path) -> None:
     torch.save(CONTENT[file](), tmp_path / file)
     opened = open_file(tmp_path / file, FilePolicy(), sandbox=sandbox)
     theirs = torch.load(tmp_path / file, weights_only=True)  # noqa: TID251
@@ -302,9 +300,7 @@ def test_a_large_header_is_refused_in_the_sandbox(tmp_path: Path) -> None:
         open_file(path, FilePolicy())
 
 
-def test_another_file_than_the_one_promised_is_not_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_not_promised_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"w": torch.ones(2)}, path)
     opened = open_file(path, FilePolicy(STRICT), digest(path))

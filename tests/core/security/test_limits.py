@@ -68,9 +68,7 @@ def test_a_folder_never_outgrows_its_limit(tmp_path: Path, monkeypatch: pytest.M
     assert 2e6 < folder_bytes(tmp_path) <= 6e6
 
 
-def test_a_folder_that_is_resumed_counts_from_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_folder_counts_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook, "CHECK_S", 0.0)
     monkeypatch.setattr(hook, "SCAN_S", 0.0)
     (tmp_path / "earlier.bin").write_bytes(bytes(5_000_000))

@@ -103,9 +103,7 @@ door_pkg.nets.torch.load door_pkg.nets.torch.nn.Linear door_pkg.nets.Net.load_st
 
 
 @pytest.mark.parametrize("target", MALFORMED + PASSED_ON)
-def test_malformed_names_and_what_a_trusted_package_only_passes_on_are_refused(
-    package: str, target: str
-) -> None:
+def test_malformed_names_and_those_only_passed_on_are_refused(package: str, target: str) -> None:
     with pytest.raises(SecurityError):
         resolve(target, KEY, [package])
 

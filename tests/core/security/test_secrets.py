@@ -284,9 +284,7 @@ def test_a_refusal_shows_the_name_of_a_value_however_short(
     assert value not in str(refused.value) and shown in str(refused.value)
 
 
-def test_an_error_that_ends_a_run_shows_the_name_of_a_short_value_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_final_error_names_short_values_too(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("SHORT", "p@ss")
     quick = "data=cancer device=cpu optimization=none training.steps=1 hydra.run.dir=outputs/mine"
     typed_in = [*quick.split(), "training.monitor=${oc.env:SHORT}", "security.environment=[SHORT]"]
@@ -439,9 +437,7 @@ def test_a_new_process_masks_before_it_unpickles_its_other_arguments(
     assert "cannot log in with ${oc.env:MY_TOKEN}" in printed and "canary" not in printed
 
 
-def test_a_job_masks_values_of_its_environment_that_its_sweep_has_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_masks_values_that_its_sweep_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     masking.add_secret("MY_TOKEN", CANARY)
     variables, read_end, write_end = parent_death_pipe([])
     monkeypatch.setattr(masking, "_variable_by_text", {})

@@ -127,9 +127,7 @@ def test_a_job_in_this_process_is_held_to_the_folder_that_it_really_gets(tmp_pat
     assert not Path("outputs/t").exists()
 
 
-def test_a_run_has_its_log_and_warnings_whatever_a_config_says_of_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_has_its_log_and_warnings_with_any_config(capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     handlers = list(root.handlers)
     typed = theirs(
