@@ -111,7 +111,7 @@ def test_other_jobs_stop_at_a_replaced_file_unless_it_is_accepted(trained: Path,
             if how == "verify":
                 _check_data(trained / "run", config)
             else:
-                build(config, trained / f"e{len(more)}").close()
+                build(config, trained / f"e{len(more)}").__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_key_by_which_a_table_was_fitted_stays(trained: Path, typed: str, mess
         if typed.startswith("data.target"):
             overrides = [*QUICK, f"data.path={trained / 't.csv'}", "job=predict", typed]
             overrides.append(f"checkpoint.resume={trained / 'run'}")
-            build(runs.config(*overrides), trained / "p").close()
+            build(runs.config(*overrides), trained / "p").__exit__(None, None, None)
         resumed(trained, typed)
     assert (trained / "run" / "summary.json").read_bytes() == before
     resumed(trained, "training.steps=8")
@@ -172,31 +172,26 @@ def test_a_relative_path_is_that_of_the_folder_in_which_the_run_was_started(
 
 
 @pytest.mark.parametrize(
-    ("typed", "accepts"),
+    ("recorded", "typed", "accepts"),
     [
-        (["job=evaluate", "data.path=t.csv"], True),
-        (["job=evaluate"], False),
-        (["data.path=t.csv"], False),
-        (["job=evaluate", "data.path=t.csv", "data.changed=error"], False),
-        (["job=predict", "data._target_=my.Data", "+data.path=t.csv"], False),  # it has no such key
+        ("", ["job=evaluate", "data.path=t.csv"], True),
+        ("", ["job=evaluate"], False),
+        ("", ["data.path=t.csv"], False),
+        ("", ["job=evaluate", "data.path=t.csv", "data.changed=error"], False),
+        ("", ["job=predict", "data._target_=my.Data", "+data.path=t.csv"], False),  # no such key
+        ("data.changed=accept", [], False),  # it was for once
+        ("data.changed=accept", ["data.changed=accept"], True),
     ],
 )
-def test_a_path_typed_for_an_evaluation_means_what_it_has_now(
-    typed: list[str], accepts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_path_typed_for_an_evaluation_is_accepted_as_it_is_and_a_change_once(
+    recorded: str, typed: list[str], accepts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write_hydra_files(tmp_path / "run", tmp_path, "data=tabular", "data.path=t.csv")
+    overrides = ("data=tabular", "data.path=t.csv", *filter(None, [recorded]))
+    write_hydra_files(tmp_path / "run", tmp_path, *overrides)
     merged = merge_recorded_overrides(["checkpoint.resume=run", *typed], sweeps=False).overrides
+    assert [text for text in merged if text.endswith("data.path=t.csv")]
     assert ("data.changed=accept" in merged) is accepts
-
-
-def test_a_change_is_accepted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_hydra_files(tmp_path / "run", tmp_path, "data.path=t.csv", "data.changed=accept")
-    for typed, accepts in (([], False), (["data.changed=accept"], True)):
-        merged = merge_recorded_overrides(["checkpoint.resume=run", *typed], sweeps=False)
-        assert "data.path=t.csv" in merged.overrides
-        assert ("data.changed=accept" in merged.overrides) is accepts
 
 
 def evaluated(folder: Path, path: Path) -> dict[str, str]:

@@ -261,10 +261,8 @@ if sys.argv[1] == "kill":
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("forget", marks=pytest.mark.slow)])
 def test_workers_end_with_their_owner(how: str) -> None:
-    root = Path(__file__).parents[3]
-    owner = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True, cwd=root
-    )
+    command, root = [sys.executable, "-c", SCRIPT, how], Path(__file__).parents[3]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
     assert owner.stdout is not None
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]

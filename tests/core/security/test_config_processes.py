@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from runner.core.config.groups import CONF
 from tests import runs
 
 TRAP = "open({ran!r}, 'a').write(__name__ + ' ')\n"
@@ -41,11 +38,7 @@ SWEEP = pytest.param(["-m", "seed=0"], marks=pytest.mark.slow)
 def test_nothing_in_the_folder_stands_in_for_a_module(sweep: list[str], folder: Path) -> None:
     typed = "data=cancer training.steps=2 optimization=none device=cpu".split()
     model = ["model._target_=torch.nn.Linear", "+model.in_features=30", "+model.out_features=2"]
-    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *typed, *model, *sweep],
-        cwd=folder, env=environment, text=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    done = runs.python("-m", "runner", *typed, *model, *sweep, folder=folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert not (folder / "ran").exists()
 

@@ -6,10 +6,7 @@ import dataclasses
 import html
 import io
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from enum import Enum
 from html.parser import HTMLParser
@@ -241,12 +238,8 @@ runpy.run_module("runner", run_name="__main__", alter_sys=True)
 
 
 def test_a_run_asks_for_no_socket(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", WITHOUT_SOCKETS, "data=digits", "training.steps=6",
-         "device=cpu", "optimization=none", "training.validate_every=3"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-    )  # fmt: skip
+    typed = "data=digits training.steps=6 device=cpu optimization=none training.validate_every=3"
+    done = runs.python("-P", "-c", WITHOUT_SOCKETS, *typed.split(), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
     assert (folder / "report.md").is_file()

@@ -16,8 +16,7 @@ from runner.core.hooks.limits import folder_bytes
 from runner.core.record.summary import Summary
 from tests import runs
 
-QUICK = "data=cancer training.steps=300 monitoring=quiet optimization=none".split()
-QUICK.append("debug.capture.enabled=false")
+QUICK = "data=cancer monitoring=quiet optimization=none debug.capture.enabled=false".split()
 LONG = [*QUICK, "training.steps=1000000", "training.validate_every=1000000"]
 
 
@@ -42,8 +41,7 @@ def test_time_that_is_up_ends_the_run_with_a_checkpoint_and_advice(tmp_path: Pat
 def test_memory_beyond_a_limit_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook, "CHECK_S", 0.0)
     limit, held = memory.process_bytes() / 1e6 + 150, list[bytes]()
-    more = [*LONG, f"security.limits.memory_mb={limit:.0f}"]
-    with runs.opened(*more, folder=tmp_path) as run:
+    with runs.opened(*LONG, f"security.limits.memory_mb={limit:.0f}", folder=tmp_path) as run:
         run.hooks.append(runs.AtSteps(2, lambda run: held.append(b"x" * 300_000_000)))
         summary = train(run)
     assert summary.status == "stopped"
@@ -51,9 +49,8 @@ def test_memory_beyond_a_limit_ends_a_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_memory_that_is_held_before_the_first_step_is_too_low_a_limit(tmp_path: Path) -> None:
-    held = memory.process_bytes() / 1e6
-    more = [*LONG, f"security.limits.memory_mb={held / 2:.0f}"]
-    with runs.opened(*more, folder=tmp_path) as run:
+    limit = memory.process_bytes() / 2e6
+    with runs.opened(*LONG, f"security.limits.memory_mb={limit:.0f}", folder=tmp_path) as run:
         with pytest.raises(ConfigError, match="memory_mb: .* before the first step"):
             train(run)
         assert run.progress.step == 0
@@ -69,8 +66,8 @@ def test_a_folder_never_outgrows_its_limit(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_resumed_folder_counts_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hook, "CHECK_S", 0.0)
-    monkeypatch.setattr(hook, "SCAN_S", 0.0)
+    for name in ("CHECK_S", "SCAN_S"):
+        monkeypatch.setattr(hook, name, 0.0)
     (tmp_path / "earlier.bin").write_bytes(bytes(5_000_000))
     short = [*QUICK, "training.steps=20", "security.limits.disk_mb=5"]
     assert runs.trained(*short, folder=tmp_path).status == "done"
