@@ -19,15 +19,15 @@ from runner.core.interfaces.batch import Sizes
 from runner.core.record.history import History
 from runner.core.record.summary import Summary
 from runner.core.schemas.checks import CheckPolicy, TableConfig
-from runner.core.schemas.data import Cancer, SplitRule, Tabular
+from runner.core.schemas.data import Cancer, SplitRule
 from runner.datasets.table_checks import (
     TableFindings,
     _repeated_skill,
     _repeated_variance,
     check_data_table,
 )
-from runner.datasets.tabular import tabular
 from tests import runs
+from tests.datasets.tables import opened, write_columns
 
 
 def looked_at(source: TensorsDataset, **policies: Any) -> tuple[Dataset, TableFindings]:
@@ -44,11 +44,8 @@ def leaks(source: TensorsDataset) -> list[tuple[str, str]]:
 def table(
     columns: dict[str, Sequence[Any]], target: Sequence[Any], folder: Path, **changes: Any
 ) -> TensorsDataset:
-    rows = zip(*columns.values(), target, strict=True)
-    text = [",".join([*columns, "label"]), *(",".join(map(str, row)) for row in rows)]
-    path = folder / "flows.csv"
-    path.write_text("\n".join(text) + "\n")
-    return tabular(Tabular(path=str(path), target="label", **changes))
+    path = write_columns(folder / "flows.csv", {**columns, "y": [*target]})
+    return opened(path, **changes)
 
 
 def codes(looked: TableFindings) -> list[tuple[str, str]]:
@@ -281,7 +278,7 @@ def test_a_quantity_may_follow_the_time_but_nothing_else(tmp_path: Path) -> None
 def test_a_run_tells_of_it_everywhere_and_once_or_is_not_begun(tmp_path: Path) -> None:
     columns, labels, _, _ = with_copies(other_label=False)
     table({**columns, "flag": [0] * N, "<b>after": Y + 1}, labels, tmp_path)
-    typed = ("data=tabular", f"data.path={tmp_path / 'flows.csv'}", "data.target=label",
+    typed = ("data=tabular", f"data.path={tmp_path / 'flows.csv'}", "data.target=y",
              "model=mlp", "training.steps=4", "checkpoint=off", "optimization=none")  # fmt: skip
     folder = tmp_path / "run"
     with pytest.raises(DataError, match="column '<b>after'"):
