@@ -52,10 +52,6 @@ def evaluated(run: Path, folder: Path, *overrides: str) -> dict[str, float]:
     return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
 
-def split_of(metrics: dict[str, float], split: str) -> dict[str, float]:
-    return {k.removeprefix(f"{split}/"): v for k, v in metrics.items() if k.startswith(split)}
-
-
 def test_the_best_checkpoint_is_tested_and_validation_has_a_file_of_its_own(tmp_path: Path) -> None:
     typed, folder = [*files(tmp_path), "optimizer.lr=0.2"], tmp_path / "run"
     summary = train_job.main(runs.config(*typed), folder)
@@ -65,7 +61,10 @@ def test_the_best_checkpoint_is_tested_and_validation_has_a_file_of_its_own(tmp_
     assert [columns[n]["deviation"] for n in "ab"] == pytest.approx(rows.std(0))
 
     assert summary.best_step < summary.steps, "the last is the best: the test shows little"
-    validated, tested = (split_of(summary.metrics, split) for split in ("val", "test"))
+    validated, tested = (
+        {name[len(split) :]: x for name, x in summary.metrics.items() if name.startswith(split)}
+        for split in ("val/", "test/")
+    )
     last, best = folder / "checkpoints/last", folder / "checkpoints/best"
     assert evaluated(last, tmp_path / "1", *typed) == pytest.approx(validated, abs=1e-6)
     new = [*typed, f"data.path={tmp_path / 'test.csv'}"]

@@ -23,12 +23,7 @@ from runner import rooms
 from runner.core.config.aliases import TORCH_OPTIMIZERS
 from runner.core.config.composing import compose, compose_raw, typed
 from runner.core.config.groups import CONF, default_options, group_options
-from runner.core.config.run_config import (
-    RunConfig,
-    WrittenConfig,
-    config_hash,
-    validate_config,
-)
+from runner.core.config.run_config import RunConfig, WrittenConfig, config_hash, validate_config
 from runner.core.errors import ConfigError, SecurityError, UsageError
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config

@@ -25,9 +25,7 @@ from runner.core.record.console import close_logging, set_up_logging
 from runner.core.record.history import History
 from runner.core.record.summary import Summary
 from runner.diagnose.replay import job as replay_job
-from runner.diagnose.replay.results import (
-    Replay,
-)
+from runner.diagnose.replay.results import Replay
 from runner.measure import comparison as comparing
 from runner.measure import page, table
 from runner.scan import job as scan
