@@ -43,9 +43,6 @@ def notices(source: TensorsDataset) -> str:
     return "\n".join(f"{c.key}: {c.value}: {c.reason}" for c in source.choices if c.is_notice)
 
 
-# -- numbers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cells", [["11_0", "1_10", "2_20", "22_0"], ["0x10", "0x1F"], ["١٢", "٣"]])
 def test_only_plain_notation_is_a_number(tmp_path: Path, cells: list[str]) -> None:
     source = opened(write(tmp_path, lot=(cells * ROWS)[:ROWS]))
@@ -139,9 +136,6 @@ def test_numbers_with_a_unit_are_reported_with_the_override_that_reads_them(tmp_
     assert few.columns[0].values and "{weight: number}" in notices(few)
 
 
-# -- dates -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("cell", "form"),
     [
@@ -192,9 +186,6 @@ def test_times_of_which_some_have_a_zone_are_named(tmp_path: Path) -> None:
     assert source.columns[0].part and "40 of 120 times have a time zone" in notices(source)
 
 
-# -- ids -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
 def test_the_order_of_rows_makes_no_column_an_input(tmp_path: Path, order: str) -> None:
     years = np.arange(1900, 1900 + ROWS)
@@ -203,9 +194,6 @@ def test_the_order_of_rows_makes_no_column_an_input(tmp_path: Path, order: str) 
     source = opened(write(tmp_path, year=years.tolist(), note=notes, noise=NUMBERS))
     assert [column.name for column in source.columns] == ["year", "noise"]
     assert [*source.ids] == ["note"] and "'+data.types={note: text}'" in notices(source)
-
-
-# -- targets ---------------------------------------------------------------------------------------
 
 
 def test_a_class_for_each_row_is_an_error_with_the_override_for_numbers(tmp_path: Path) -> None:
@@ -273,9 +261,6 @@ def test_targets_are_centred_in_float64() -> None:
     assert target_array(np.arange(5.0), 1.0).dtype == np.float32
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("header_end", ["", ",", ",,"])
 @pytest.mark.parametrize("row_end", ["", ",", ",,"])
 def test_separators_at_line_ends_make_no_columns(
@@ -323,8 +308,6 @@ def test_whole_numbers_of_an_array_are_no_features_of_an_mlp(tmp_path: Path) -> 
         with runs.opened("data=arrays", f"data.path={tmp_path / 't.npz'}", "model=mlp"):
             pass
 
-
-# -- advice ----------------------------------------------------------------------------------------
 
 NAMES = ["Größe (m²)", "a b", "x.y", "b [1]", "c{d}: e", 'q"s', "plain", "50%", "yes", "it's"]
 

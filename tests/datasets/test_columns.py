@@ -36,9 +36,6 @@ def numbers(seed: int = 0) -> list[Any]:
     return drawn
 
 
-# -- types -----------------------------------------------------------------------------------------
-
-
 def test_texts_among_declared_numbers_are_missing_and_lines_are_named(tmp_path: Path) -> None:
     ages, gone = numbers(), [11, 200]
     ages[11] = ages[200] = "unknown"
@@ -104,9 +101,6 @@ def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
     assert source.inputs[:3].argmax(1).tolist() == [2, 1, 0]
 
 
-# -- missing values --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "suffix"), [(Missing.mean, "csv"), (Missing.median, "parquet")], ids=str
 )
@@ -162,8 +156,6 @@ def test_preprocessing_without_newer_fields_is_read(tmp_path: Path) -> None:
     new = tabular(Tabular(path=str(path), target="y"), OpenOptions(fitted=old, evaluates=True))
     assert new.inputs[0].tolist() == [0]
 
-
-# -- dates -----------------------------------------------------------------------------------------
 
 PARTS = {
     "year": lambda t: t.year,
@@ -270,9 +262,6 @@ def test_points_in_dates_do_not_hide_decimal_commas(tmp_path: Path) -> None:
     assert source.columns[0].form == "%d.%m.%Y"
     with pytest.raises(ConfigError, match="data.target: .*'since' holds dates"):
         tabular(Tabular(path=str(path), target="since"))
-
-
-# -- ids and categories ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

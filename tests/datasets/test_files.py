@@ -48,9 +48,6 @@ def test_a_field_without_a_value_is_asked_for_and_an_unknown_kind_refused() -> N
         open_data(DataConfig(kind="digit"), nothing)
 
 
-# -- images ----------------------------------------------------------------------------------------
-
-
 def picture(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (30, 20)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)
@@ -119,9 +116,6 @@ def test_other_files_among_images_are_left_out_and_counted(tmp_path: Path) -> No
     assert len(source.sources) == 8 and "that are not images: 1" in source.choices[0].reason
 
 
-# -- texts -----------------------------------------------------------------------------------------
-
-
 def test_labelled_text_is_read_from_a_csv(tmp_path: Path) -> None:
     path = tmp_path / "reviews.csv"
     path.write_bytes('review,id,stars\n"good, really",1,up\nbad,2,down\nfine é,3,up\n'.encode())
@@ -157,9 +151,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data.csv")
     with pytest.raises(ConfigError, match="a pipe"):
         text(Text(path=str(tmp_path / "data.csv")))
-
-
-# -- token files -----------------------------------------------------------------------------------
 
 
 def token_file(path: Path, ids: list[int], dtype: str = "uint16") -> str:
@@ -209,8 +200,6 @@ def test_token_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.dtype"):
         tokens(Tokens(path=str(path), vocab=5, dtype="float32"))
 
-
-# -- arrays ----------------------------------------------------------------------------------------
 
 X = np.random.default_rng(0).standard_normal((12, 5))
 

@@ -70,8 +70,6 @@ def test_large_numbers_keep_their_digits_and_gaps_are_raw_inputs() -> None:
     torch.testing.assert_close(pipeline(*raw), model(inputs))
 
 
-# -- exported files --------------------------------------------------------------------------------
-
 USUAL = (
     "optimization=none", "training.batch_size=16", "training.steps=8", "checkpoint.every=8",
     "data.workers=0", "optimizer.lr=1e-2",

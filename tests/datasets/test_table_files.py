@@ -110,9 +110,6 @@ def test_lines_are_counted_with_what_comes_before_the_rows(tmp_path: Path) -> No
             opened(write(tmp_path, "".join([before, HEADER, *rows])))
 
 
-# -- encodings -------------------------------------------------------------------------------------
-
-
 def test_the_first_line_that_cannot_be_decoded_is_named_with_the_key(tmp_path: Path) -> None:
     wrong = "".join([HEADER.replace("ö", "o").replace("ß", "s"), *ROWS])
     undefined = b"1;2;\x81;ja\n"  # in cp1252
@@ -151,9 +148,6 @@ def test_a_sign_or_an_encoding_that_is_none_is_refused() -> None:
             Tabular(path="t.csv", target="y", **{key: value})
     with pytest.raises(ConfigError, match="data.thousands: and data.decimal are both"):
         Tabular(path="t.csv", target="y", thousands="comma", decimal=",")
-
-
-# -- numbers ---------------------------------------------------------------------------------------
 
 
 def column(tmp_path: Path, cells: list[str], sep: str = ";", **keys: Any) -> TensorsDataset:
@@ -253,9 +247,6 @@ def test_numbers_of_new_files_are_read_as_trained(
         assert values(stated)[0] == pytest.approx(1234, rel=1e-4)
 
 
-# -- compression -----------------------------------------------------------------------------------
-
-
 def test_what_a_compressed_file_decompresses_to_must_fit_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,9 +276,6 @@ def test_a_file_may_expand_only_so_much(content: bytes, codec: str, tmp_path: Pa
         opened(write(tmp_path, old_mac), most_cell_mb=None)
     if b"," in content:
         assert len(opened(path, most_expansion=None).inputs) == 1 << 19
-
-
-# -- limits ----------------------------------------------------------------------------------------
 
 
 def test_only_kept_columns_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,9 +365,6 @@ def test_a_text_is_read_as_far_as_the_sequence_needs(kind: str, tmp_path: Path) 
             text(TextConfig(path=str(path), text="label", target="text"))
 
 
-# -- cells of any size -----------------------------------------------------------------------------
-
-
 def test_cells_may_be_of_any_size_and_hold_line_breaks_also_in_the_header(tmp_path: Path) -> None:
     long, lines = "x" * 200_000, '"two\r\nlines"'
     rows = [f'"{long * 12}",{i},{"ab"[i % 2]}\r\n' for i in range(4)]
@@ -432,8 +417,6 @@ def test_a_line_break_in_a_cell_is_found_wherever_a_block_of_the_file_ends(
     assert [list(row) for row in zip(*columns, strict=True)] == expected
 
 
-# -- parquet ---------------------------------------------------------------------------------------
-
 WORDS, COUNTS = [f"w{i % 3}" for i in range(30)], list(range(30))
 TYPES = {
     "float16": (np.arange(30, dtype=np.float16), [float(i) for i in COUNTS]),
@@ -479,9 +462,6 @@ def test_nested_and_binary_columns_are_refused_by_name_or_ignored(tmp_path: Path
     with pytest.raises(DataError, match=message):
         opened(path)
     assert_equal(opened(path, ignore=list(nested)), opened(written(tmp_path)))
-
-
-# -- problems --------------------------------------------------------------------------------------
 
 
 def test_all_bad_rows_are_named_by_kind_with_the_keys_that_drop_them(tmp_path: Path) -> None:

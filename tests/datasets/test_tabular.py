@@ -68,8 +68,6 @@ def test_few_whole_numbers_to_predict_are_classes_unless_told_otherwise(tmp_path
     assert told.fetch(np.array([0, 1]), None)[1].tolist() == [3.0, 7.0]
 
 
-# -- bad rows --------------------------------------------------------------------------------------
-
 BAD_ROWS = {
     "an infinite number": ("9,inf,red,yes", ", column 'income': inf is not a finite number"),
     "too large for float32": ("9,-1e300,red,yes", ", column 'income': -1e+300 is too large"),
@@ -171,9 +169,6 @@ def test_bad_cells_of_parquet_are_left_out(tmp_path: Path) -> None:
         opened(tmp_path / "people.parquet")
 
 
-# -- what is no table ------------------------------------------------------------------------------
-
-
 def test_a_wrong_name_brings_up_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.ignore: .*did you mean 'colour'"):
         opened(write(tmp_path, *ROWS), ignore=["color"])
@@ -204,9 +199,6 @@ def test_a_task_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert f"'{'x' * 40}'" in str(told.value) and "x" * 41 not in str(told.value)
     with pytest.raises(ConfigError, match="data.task: unknown task 'clasification'"):
         opened(path, task="clasification")
-
-
-# -- sizes -----------------------------------------------------------------------------------------
 
 
 def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(

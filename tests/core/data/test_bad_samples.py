@@ -133,9 +133,6 @@ def test_too_large_a_share_ends_the_run_and_names_some() -> None:
     assert "ValueError: sample" in message and "and 18 more; correct them, or raise" in message
 
 
-# -- kinds of data ---------------------------------------------------------------------------------
-
-
 def pictures(root: Path) -> set[str]:
     """Two classes of images, five of them damaged; their names."""
     draw = np.random.default_rng(0)
@@ -263,9 +260,6 @@ def test_what_the_machine_lacks_is_no_fault_of_a_sample() -> None:
         from runner.core.data.usable import fetch_usable
 
         fetch_usable(source, np.arange(8), seeds, np.arange(40))
-
-
-# -- the same after a kill, and with any number of workers -----------------------------------------
 
 
 @pytest.mark.slow

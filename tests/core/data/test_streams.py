@@ -166,9 +166,6 @@ def test_plain_pairs_are_stacked_as_others() -> None:
     assert stack_plain([([1], 1), ([2], 1)]) is None
 
 
-# -- runs ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("typed", "key", "fix"),
     [
@@ -296,9 +293,6 @@ def test_bad_batches_of_a_stream_are_skipped_like_others() -> None:
     with opened(*typed, "training.steps=10") as run:
         summary = train(run)
         assert summary.skipped_steps == 1 and run.history.counts["input_not_finite"] == 1
-
-
-# -- collate_fn, batch_sampler, a caller's loader --------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -37,9 +37,6 @@ def scope():
         yield stack
 
 
-# which device
-
-
 @pytest.mark.skipif(accelerated, reason="there is an accelerator")
 def test_auto_takes_the_cpu_where_there_is_nothing_else_and_says_why(scope):
     device = select(DeviceConfig(), scope)
@@ -72,9 +69,6 @@ def test_a_knob_that_a_cpu_does_not_have_is_refused_with_the_fix(knob, value, sc
     assert error.value.key == f"device.{knob}"
 
 
-# what it can do
-
-
 def test_fast_dtypes_follow_from_cpu_instructions_and_compute_capability():
     without = capabilities.of_cpu(frozenset({"avx2", "avx512f"}))
     assert without.bf16 and not without.bf16_fast and "no bf16" in without.notes[0]
@@ -84,9 +78,6 @@ def test_fast_dtypes_follow_from_cpu_instructions_and_compute_capability():
         able = capabilities.of_gpu(*version)
         assert (able.fp16_fast, able.bf16_fast, able.tf32) == (fp16, bf16, bf16)
         assert not capabilities.of_gpu(*version, nvidia=False).tf32
-
-
-# how it is set
 
 
 def test_threads_are_set_and_put_back_and_more_than_cores_are_warned_of():
@@ -165,9 +156,6 @@ except ConfigError as error:
     assert second.startswith("device.priority: -5 ") and "CAP_SYS_NICE" in second
 
 
-# randomness
-
-
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_reseeding_repeats_dropout_masks_and_normals(scope, kind):
     device = select(DeviceConfig(kind=DeviceKind(kind)), scope)
@@ -196,9 +184,6 @@ def test_seeding_covers_python_numpy_and_torch():
     for seed in (-1, 2**64):
         with pytest.raises(ConfigError, match=r"seed: .*use 0 to"):
             seed_everything(seed)
-
-
-# on a GPU
 
 
 @pytest.mark.gpu

@@ -41,9 +41,6 @@ def test_the_peak_of_a_small_child_is_not_its_large_parents() -> None:
     del block
 
 
-# peaks of stretches that nest and overlap
-
-
 def hold(mib: int) -> None:
     """Hold so much and let go; mapped, since earlier tests may have malloc keep what is freed."""
     with mmap.mmap(-1, mib * MIB) as block:

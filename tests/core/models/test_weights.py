@@ -172,9 +172,6 @@ def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
         load_initial_weights(Net(), tmp_path / "x.pt", [], FilePolicy(SecurityLevel.strict))
 
 
-# -- in a run ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("weights") / "run"
@@ -280,9 +277,6 @@ def test_a_file_that_is_not_there_and_exceptions_without_weights_name_their_keys
         build(compose([*QUIET, "model.weights=w.pt"]))
     with pytest.raises(ConfigError, match=r"^model\.weights_except: .*add model\.weights="):
         compose(["model.weights_except=[head]"])
-
-
-# -- folders as Hugging Face keeps them ----------------------------------------------------------
 
 
 def cached(folder: Path, files: dict[str, bytes]) -> Path:

@@ -65,9 +65,6 @@ def flip(path: Path, to: Path, at: int = -1) -> None:
     to.write_bytes(data)
 
 
-# -- pickles -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def pickled(tmp_path: Path) -> Path:
     torch.save({"w": torch.ones(2), "x": Mark(tmp_path / "marker")}, tmp_path / "model.pt")
@@ -109,9 +106,6 @@ def test_a_pickle_runs_only_if_its_own_digest_is_named(pickled: Path, tmp_path: 
     with pytest.raises(SecurityError, match=r"rows\.pkl: refused: "):
         open_file(bare, pinned(bare))
     assert open_file(bare, FilePolicy(allow_pickle=(digest(bare),))).content == {"a": [1, 2]}
-
-
-# -- what honest people have -------------------------------------------------------------------
 
 
 class OldTensor:
@@ -237,9 +231,6 @@ def test_an_archive_for_a_loader_is_found_under_any_name(name: str, tmp_path: Pa
     assert is_loadable(path) is (name != "other")
 
 
-# -- bytes, digests and levels -----------------------------------------------------------------
-
-
 def test_hashed_bytes_cannot_be_changed_by_anybody(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"abc" * 1000)
@@ -353,9 +344,6 @@ def test_strict_knows_its_own_checkpoints(tmp_path: Path) -> None:
     assert not differences(checkpoints.load_checkpoint(folder, ours).state, state)
     with pytest.raises(SecurityError, match="only files of this run tree and pinned ones"):
         checkpoints.load_checkpoint(folder, others)
-
-
-# -- provenance --------------------------------------------------------------------------------
 
 
 def judged(path: Path, **policy: Any) -> Assessment:

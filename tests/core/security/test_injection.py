@@ -77,9 +77,6 @@ def failed_comparison() -> comparing.Comparison:
     return filled(comparing.Comparison, kind="sweep", rows=rows, root=None, benchmark=None)
 
 
-# on a terminal
-
-
 def shown(what: RenderableType, width: int) -> str:
     screen = Console(file=io.StringIO(), width=width, force_terminal=True, color_system="standard")
     screen.print(what, crop=False)
@@ -129,9 +126,6 @@ def test_a_terminal_shows_text_as_text(name: str, width: int, faulty: Path) -> N
         assert "[link=http://evil.test]L[/link]" in bare
 
 
-# on a page
-
-
 class Tags(HTMLParser):
     """Which elements a page has, and where its links lead."""
 
@@ -175,9 +169,6 @@ def test_a_page_has_the_elements_that_it_has_anyway(make: Any) -> None:
     assert "default-src 'none'" in html.unescape(text) and "unsafe-inline" not in text
 
 
-# in a log
-
-
 @pytest.fixture
 def log_file(tmp_path: Path) -> Iterator[Path]:
     set_up_logging("debug", tmp_path)
@@ -217,8 +208,6 @@ def test_any_command_line_mistake_is_one_line(typed: list[str], tmp_path: Path) 
     assert said.count("\n") == 1
     assert not CODES.findall(said.replace("\n", ""))
 
-
-# the network
 
 WITHOUT_SOCKETS = """
 import runpy, sys

@@ -87,9 +87,6 @@ def variables(nothing_remembered: None, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
 
 
-# -- who may read ------------------------------------------------------------------------------
-
-
 READING = """
 ${oc.env:MY_TOKEN} ${oc.env:MY_TOKEN,none} ${oc.env:NOT_SET,${oc.env:MY_TOKEN}}
 x-${oc.env:MY_TOKEN}-y ${oc.decode:${oc.env:MY_TOKEN}} ${oc.create:{a:${oc.env:MY_TOKEN}}}
@@ -150,9 +147,6 @@ def test_another_hydra_application_in_this_process_reads_as_it_always_did() -> N
         theirs = hydra_compose("config", ["+optimizer.options.x=${oc.env:MY_TOKEN}"])
     with pytest.raises(SecurityError):  # but what becomes a run of ours
         typed(theirs)
-
-
-# -- what is written ---------------------------------------------------------------------------
 
 
 def test_a_config_is_written_with_the_name_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,9 +217,6 @@ def test_a_value_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(SecurityError, match="one variable for each value") as refused:
             compose([f"+optimizer.options.x='{value}'", "security.environment=[PAIR]"])
         assert "secret" not in str(refused.value)
-
-
-# -- names, refusals and configs that are shown ------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -334,9 +325,6 @@ def test_a_mistake_that_the_build_finds_leaves_no_folder(
     assert launch(check(read_arguments([*mistake, "device=cpu", "optimization=none"]))) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-# -- the canary --------------------------------------------------------------------------------
 
 
 def assert_silent(folder: Path, *done: subprocess.CompletedProcess[str]) -> None:

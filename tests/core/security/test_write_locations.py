@@ -92,9 +92,6 @@ def test_an_output_root_that_everybody_may_change_is_a_warning_and_refused_under
         assert restrict_run_folder(folder, SecurityLevel.standard) == []
 
 
-# names lead nowhere else
-
-
 @pytest.mark.parametrize(
     "name",
     ["../escape", "/escape", "a/b", "..", ".", "a\\b", "", "a\nb", "a\x1b[31m", "x" * 300, "~",

@@ -123,9 +123,6 @@ def test_a_linked_folder_in_a_run_is_refused_or_replaced(
         assert is_refused or (code == 0 and not link.is_symlink()), (link, code, errors)
 
 
-# the functions that write
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A guarded folder with links `file` and `sub` to a file and a folder outside."""
