@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from pyarrow import parquet
 
 from runner.core.data.arrays import arrays
 from runner.core.data.dataset import TensorsDataset
@@ -44,9 +43,6 @@ def notices(source: TensorsDataset) -> str:
     return "\n".join(f"{c.key}: {c.value}: {c.reason}" for c in source.choices if c.is_notice)
 
 
-# -- numbers ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("cells", [["11_0", "1_10", "2_20", "22_0"], ["0x10", "0x1F"], ["١٢", "٣"]])
 def test_only_plain_notation_is_a_number(tmp_path: Path, cells: list[str]) -> None:
     source = opened(write(tmp_path, lot=(cells * ROWS)[:ROWS]))
@@ -55,12 +51,10 @@ def test_only_plain_notation_is_a_number(tmp_path: Path, cells: list[str]) -> No
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_whole_numbers_beyond_2_53_keep_their_texts(tmp_path: Path, suffix: str) -> None:
-    ids = [2**53 + 1 + i % 12 for i in range(ROWS)]
-    path = write(tmp_path, account=ids, y=[2**60 + i % 3 for i in range(ROWS)])
-    if suffix == "parquet":
-        path = tmp_path / "t.parquet"
-        columns = {"account": ids, "y": [2**60 + i % 3 for i in range(ROWS)]}
-        parquet.write_table(pyarrow.table(columns), path)
+    ids, labels = (
+        [start + i % n for i in range(ROWS)] for start, n in ((2**53 + 1, 12), (2**60, 3))
+    )
+    path = write(tmp_path, f"t.{suffix}", account=ids, y=labels)
     source = opened(path)
     assert source.columns[0].values == tuple(map(str, sorted({*ids})))
     assert source.sizes.class_names == tuple(str(2**60 + i) for i in range(3))
@@ -70,10 +64,8 @@ def test_whole_numbers_beyond_2_53_keep_their_texts(tmp_path: Path, suffix: str)
 
 
 def test_one_number_beyond_2_53_is_a_bad_cell(tmp_path: Path) -> None:
-    cells = [*range(ROWS - 1), "9007199254740993"]
-    message = "line 121, column 'x': 9007199254740993 is beyond 2\\^53"
-    with pytest.raises(DataError, match=message):
-        opened(write(tmp_path, x=cells))
+    with pytest.raises(DataError, match="line 121, column 'x': 9007199254740993 is beyond"):
+        opened(write(tmp_path, x=[*range(ROWS - 1), "9007199254740993"]))
     assert not opened(write(tmp_path, x=[*range(ROWS - 1), 2**53])).columns[0].values
 
 
@@ -82,12 +74,9 @@ def test_two_codes_with_leading_zeros_make_a_column_texts_at_any_place(tmp_path:
     codes[7], codes[90] = "01234", "07001"
     source = opened(write(tmp_path, zip=codes, decimals=NUMBERS))
     assert {"01234", "07001"} & {*source.columns[0].values} or source.columns[0].others
-    assert "zip: category: 2 of 120 cells are whole numbers that have leading zeros" in notices(
-        source
-    )
-    shuffled = RNG.permutation(codes).tolist()
-    assert opened(write(tmp_path, zip=shuffled, decimals=NUMBERS)).columns[0].name == "zip"
-    assert opened(write(tmp_path, zip=shuffled, decimals=NUMBERS)).columns[0].values
+    assert "zip: category: 2 of 120 cells are whole numbers that have lea" in notices(source)
+    source = opened(write(tmp_path, zip=RNG.permutation(codes).tolist(), decimals=NUMBERS))
+    assert source.columns[0].name == "zip" and source.columns[0].values
     mixed = [*NUMBERS[:-2], "007", "008"]  # among decimals, too
     assert opened(write(tmp_path, x=mixed), types={"x": ColumnType.text}).columns[0].values
     assert "x" in opened(write(tmp_path, x=mixed, z=NUMBERS)).ids  # nearly all differ
@@ -95,9 +84,7 @@ def test_two_codes_with_leading_zeros_make_a_column_texts_at_any_place(tmp_path:
     assert values(read)[-2:] == pytest.approx([7, 8], abs=1e-4)
 
 
-def test_a_single_leading_zero_is_read_by_value_and_named_but_a_label_keeps_it(
-    tmp_path: Path,
-) -> None:
+def test_a_single_leading_zero_is_read_and_named_but_a_label_keeps_it(tmp_path: Path) -> None:
     cells = [*range(100, 100 + ROWS - 1), "007"]
     source = opened(write(tmp_path, x=cells))
     assert values(source)[-1] == pytest.approx(7, abs=1e-4)
@@ -127,23 +114,17 @@ def test_declared_numbers_are_read_with_a_unit_that_all_cells_share(
     path = write(tmp_path, w=cells * (ROWS // 2), z=NUMBERS)
     assert opened(path).columns[0].values  # only if they are declared
     source = opened(path, **declared)
-    first = [
-        float(re.sub(r"[^\d.]", "", c)) * (-1 if re.search("[-\u2212(]", c) else 1) for c in cells
-    ]
+    sizes = [float(re.sub(r"[^\d.]", "", cell)) for cell in cells]
+    first = [-x if {*"-\u2212("} & {*cell} else x for x, cell in zip(sizes, cells, strict=True)]
     assert values(source)[:2] == pytest.approx(first, abs=1e-4)
     unit = source.columns[0].format.unit if source.columns[0].format else ""
     assert (f"without its unit, {unit!r}" in chosen(source, "data.types")) is bool(unit)
     later = write(tmp_path, "b.csv", w=new, z=[1, 2], y=["no", "yes"])
-    assert values_of(applied(source, later), source)[:2] == pytest.approx(numbers, abs=1e-4)
+    assert values(applied(source, later))[:2] == pytest.approx(numbers, abs=1e-4)
     for cell in (new[0], "4 lb"):  # another unit is no number, also where all cells have it
         other = write(tmp_path, "c.csv", w=[cell, "5 lb"], z=[1, 2], y=["no", "yes"])
         missing = applied(source, other)
-        assert values_of(missing, source)[1] == pytest.approx(source.columns[0].mean, abs=1e-4)
-
-
-def values_of(data: TensorsDataset, source: TensorsDataset) -> np.ndarray:
-    column = source.columns[0]
-    return data.inputs[:, 0].double().numpy() * column.deviation + column.mean
+        assert values(missing)[1] == pytest.approx(source.columns[0].mean, abs=1e-4)
 
 
 def test_numbers_with_a_unit_are_reported_with_the_override_that_reads_them(tmp_path: Path) -> None:
@@ -153,9 +134,6 @@ def test_numbers_with_a_unit_are_reported_with_the_override_that_reads_them(tmp_
     assert "with '+data.types={weight: number}'" in notices(source)
     few = opened(write(tmp_path, weight=(cells[:5] * ROWS)[:ROWS], z=NUMBERS))
     assert few.columns[0].values and "{weight: number}" in notices(few)
-
-
-# -- dates -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -187,9 +165,8 @@ def test_declared_date_formats_are_read_as_iso_dates_are(tmp_path: Path) -> None
     form = "%d/%b/%Y:%H:%M:%S %z"
     source = opened(path, date_formats={"when": form})
     assert torch.allclose(source.inputs, iso.inputs) and source.columns[0].form == form
-    assert f'+data.date_formats={{when: "{form}"}}' in notices(
-        opened(write(tmp_path, when=apache, z=NUMBERS))
-    )
+    proposed = notices(opened(write(tmp_path, when=apache, z=NUMBERS)))
+    assert f'+data.date_formats={{when: "{form}"}}' in proposed
     assert torch.equal(applied(source, path).inputs, source.inputs)
     with pytest.raises(ConfigError, match="data.date_formats: .*do not fit '%Y'"):
         opened(path, date_formats={"when": "%Y"})
@@ -202,20 +179,15 @@ def test_declared_date_formats_are_read_as_iso_dates_are(tmp_path: Path) -> None
 
 
 def test_times_of_which_some_have_a_zone_are_named(tmp_path: Path) -> None:
-    cells = [
-        f"2021-03-{1 + i % 28:02}T12:00:{i % 60:02}{'' if i % 3 else '+02:00'}" for i in range(ROWS)
-    ]
-    source = opened(write(tmp_path, when=cells))
+    times = [f"2021-03-{1 + i % 28:02}T12:00:{i % 60:02}" for i in range(ROWS)]
+    source = opened(
+        write(tmp_path, when=[t + "+02:00" * (i % 3 == 0) for i, t in enumerate(times)])
+    )
     assert source.columns[0].part and "40 of 120 times have a time zone" in notices(source)
 
 
-# -- ids -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
-def test_whether_a_column_is_an_input_does_not_depend_on_the_order_of_rows(
-    tmp_path: Path, order: str
-) -> None:
+def test_the_order_of_rows_makes_no_column_an_input(tmp_path: Path, order: str) -> None:
     years = np.arange(1900, 1900 + ROWS)
     years = years if order == "sorted" else RNG.permutation(years)
     notes = [f"note {i // 2 if i < 14 else i}" for i in years.tolist()]
@@ -224,12 +196,7 @@ def test_whether_a_column_is_an_input_does_not_depend_on_the_order_of_rows(
     assert [*source.ids] == ["note"] and "'+data.types={note: text}'" in notices(source)
 
 
-# -- targets ---------------------------------------------------------------------------------------
-
-
-def test_a_class_for_each_row_is_an_error_with_the_override_that_reads_numbers(
-    tmp_path: Path,
-) -> None:
+def test_a_class_for_each_row_is_an_error_with_the_override_for_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, z=NUMBERS, y=[f"{number} kg" for number in NUMBERS])
     message = r"classes in 120 rows.*if they are numbers, use '\+data.types=\{y: number\}'"
     with pytest.raises(DataError, match=message):
@@ -237,10 +204,8 @@ def test_a_class_for_each_row_is_an_error_with_the_override_that_reads_numbers(
     read = opened(path, types={"y": ColumnType.number})
     assert read.sizes.task == "regression" and read.target.tolist() == pytest.approx(NUMBERS)
     assert opened(path, task="classification").sizes.classes == len({*NUMBERS})
-    labels = np.arange(ROWS)
-    inputs = RNG.normal(size=(ROWS, 2)).astype(np.float32)
-    columns, rows = (Column("a"), Column("b")), np.arange(ROWS)
-    table = CheckedTable(inputs, labels, columns, rows, rows[:0], classes=ROWS)
+    rows, inputs = np.arange(ROWS), RNG.normal(size=(ROWS, 2)).astype(np.float32)
+    table = CheckedTable(inputs, rows, (Column("a"), Column("b")), rows, rows[:0], classes=ROWS)
     assert not [r for r in check_table(table, TableConfig()).reasons if r.code == "table.leak"]
 
 
@@ -296,12 +261,9 @@ def test_targets_are_centred_in_float64() -> None:
     assert target_array(np.arange(5.0), 1.0).dtype == np.float32
 
 
-# -- files -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("header_end", ["", ",", ",,"])
 @pytest.mark.parametrize("row_end", ["", ",", ",,"])
-def test_separators_at_the_end_of_lines_make_no_columns(
+def test_separators_at_line_ends_make_no_columns(
     tmp_path: Path, header_end: str, row_end: str
 ) -> None:
     rows = [f"{i},{i % 7}.5,{'MB'[i % 2]}" for i in range(60)]
@@ -317,17 +279,15 @@ def test_separators_at_the_end_of_lines_make_no_columns(
 
 
 def test_lines_that_end_in_carriage_returns_alone_are_lines(tmp_path: Path) -> None:
-    rows = [f"{i},{'MB'[i % 2]}" for i in range(60)]
-    (tmp_path / "mac.csv").write_bytes("\r".join(["a,y", *rows, ""]).encode())
-    assert len(opened(tmp_path / "mac.csv").target) == 60
-    (tmp_path / "mac.csv").write_bytes("\r".join(["a,y", *rows, "inf,M"]).encode())
+    path, rows = tmp_path / "mac.csv", [f"{i},{'MB'[i % 2]}" for i in range(60)]
+    path.write_bytes("\r".join(["a,y", *rows, ""]).encode())
+    assert len(opened(path).target) == 60
+    path.write_bytes("\r".join(["a,y", *rows, "inf,M"]).encode())
     with pytest.raises(DataError, match="line 62, column 'a': inf"):
-        opened(tmp_path / "mac.csv")
+        opened(path)
 
 
-def test_a_line_of_another_encoding_is_named_and_no_encoding_suggested_that_does_not_fit(
-    tmp_path: Path,
-) -> None:
+def test_a_line_of_another_encoding_is_named_with_one_that_fits_alone(tmp_path: Path) -> None:
     rows = [f"{i},{('Zürich', 'Köln')[i % 2]}" for i in range(60)]
     path = tmp_path / "t.csv"
     text = "\n".join(["x,y", *rows, ""])
@@ -338,11 +298,7 @@ def test_a_line_of_another_encoding_is_named_and_no_encoding_suggested_that_does
     for changes in ({"encoding": "cp1252"}, {}):
         with pytest.raises(DataError, match="data.encoding=mac-roman$"):
             opened(path, **changes)
-    path.write_bytes(
-        b"x,y\n"
-        + "\n".join(f"{i},»Spaß«" for i in range(9)).encode("cp1252")
-        + "\nü,ä\n".encode("cp1252") * 99
-    )
+    path.write_bytes(("x,y\n" + "1,»Spaß«\n" * 9 + "ü,ä\n" * 99).encode("cp1252"))
     assert "»Spaß«" in opened(path, types={"x": ColumnType.text}).sizes.class_names
 
 
@@ -353,15 +309,11 @@ def test_whole_numbers_of_an_array_are_no_features_of_an_mlp(tmp_path: Path) -> 
             pass
 
 
-# -- advice ----------------------------------------------------------------------------------------
-
 NAMES = ["Größe (m²)", "a b", "x.y", "b [1]", "c{d}: e", 'q"s', "plain", "50%", "yes", "it's"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
-    tmp_path: Path, name: str
-) -> None:
+def test_each_override_in_a_message_can_be_typed_and_works(tmp_path: Path, name: str) -> None:
     held_out = int(opened(write(tmp_path, z=NUMBERS)).validation[0])
     kinds: dict[str, tuple[list[Any], str]] = {
         "unit": ([f"{number} kg" for number in NUMBERS], "number"),
@@ -394,10 +346,9 @@ def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
                 assert name not in names
             elif effect in override or "date_formats" in override:
                 column = source.columns[names.index(name)]
+                is_date = column.part in ("year", "month", "weekday", "days")
                 assert bool(column.values) == ("text}" in override), override
-                assert bool(column.part in ("year", "month", "weekday", "days")) == (
-                    effect == "date"
-                ), override
+                assert is_date == (effect == "date"), override
     dotted = f"+data.types.{name}=text" if name != "c{d}: e" else f'+data.types={{"{name}": text}}'
     config = cast("Tabular", runs.config(*base, dotted).data)
     assert config.types == {name: ColumnType.text}
@@ -405,27 +356,18 @@ def test_each_override_in_a_message_can_be_typed_and_has_its_effect(
 
 def overrides_in(message: str) -> list[str]:
     """The overrides of data that a message names, as a shell reads them."""
-    pattern = (
-        r"'\+?data\.(?:types|ignore|date_formats)=(?:[^']|'\"'\"')*'|data\.ignore=\[[^\]\s]+\]"
-    )
-    found = [match[0] for match in re.finditer(pattern, message)]
-    return [shlex.split(text)[0] for text in dict.fromkeys(found)]
+    quoted = r"'\+?data\.(?:types|ignore|date_formats)=(?:[^']|'\"'\"')*'"
+    found = re.finditer(rf"{quoted}|data\.ignore=\[[^\]\s]+\]", message)
+    return [shlex.split(text)[0] for text in dict.fromkeys(match[0] for match in found)]
 
 
-def test_notices_are_in_the_end_table_and_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_notices_are_in_end_table_and_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path, weight=[f"{number} kg" for number in NUMBERS], z=NUMBERS)
     table = "data=tabular", f"data.path={path}", "data.target=y", "model=mlp", "model.width=4"
     steps = "training.steps=1", "optimization=none", "data.workers=0", "checkpoint=off"
     summary = runs.trained(*table, *steps, folder=tmp_path / "run")
-    rows = [row for heading, row in table_rows(summary, tmp_path / "run") if heading == "result"]
+    rows = dict(report._sections(summary, tmp_path / "run", [], full=False))["result"]
     assert any("+data.types={weight: number}" in text for key, text in rows if key == "data.types")
     assert "'+data.types={weight: number}'" in caplog.text
     saved = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert [c for c in saved["choices"] if c["is_notice"]]
-
-
-def table_rows(summary: Any, folder: Path) -> list[tuple[str, tuple[str, str]]]:
-    sections = report._sections(summary, folder, [], full=False)
-    return [(heading, row) for heading, rows in sections for row in rows]

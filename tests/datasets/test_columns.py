@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import date, datetime, timedelta
 from io import StringIO
 from pathlib import Path
@@ -35,12 +36,7 @@ def numbers(seed: int = 0) -> list[Any]:
     return drawn
 
 
-# -- types -----------------------------------------------------------------------------------------
-
-
-def test_texts_among_declared_numbers_are_missing_values_whose_lines_are_named(
-    tmp_path: Path,
-) -> None:
+def test_texts_among_declared_numbers_are_missing_and_lines_are_named(tmp_path: Path) -> None:
     ages, gone = numbers(), [11, 200]
     ages[11] = ages[200] = "unknown"
     declared: Any = {"types": {"age": ColumnType.number}}
@@ -70,10 +66,7 @@ def test_more_texts_among_numbers_make_a_column_of_texts_unless_its_type_is_decl
     path = write(tmp_path / "a.csv", {"age": ages})
     source = opened(path)
     assert len(source.columns) == 1 and "unknown" in source.columns[0].values
-    assert (
-        "age: category: 30 of 240 cells, such as 'none of it', are not plain numbers; with"
-        in caplog.text
-    )
+    assert "30 of 240 cells, such as 'none of it', are not plain numbers; with" in caplog.text
     assert "data.types={age: number}" in chosen(source, "data.types")
     declared = opened(path, types={"age": ColumnType.number})
     assert titles(declared) == ["age", "age (missing)"] and declared.inputs[:, 1].sum() == 30
@@ -88,20 +81,17 @@ def test_a_declared_type_that_fits_less_than_half_of_the_cells_is_an_error(tmp_p
     cells = [f"Q{1 + i % 4} 20{10 + i % 9}" for i in range(ROWS)]
     cells[::5] = ["2020-01-01"] * (ROWS // 5)
     path = write(tmp_path / "a.csv", {"since": cells})
-    message = r"data.types: .*192 of 240 cells of 'since', such as 'Q2 2011', are not a date"
-    with pytest.raises(ConfigError, match=rf"{message}.*2024-05-31, 31/05/2024"):
+    with pytest.raises(ConfigError, match=r"data.types: .*192 of 240 .*'Q2 2011'.*2024-05-31"):
         opened(path, types={"since": ColumnType.date})
-    with pytest.raises(ConfigError, match=r"^data.types.note: .*; to .*data.ignore=\[note\]$"):
-        runs.config(
-            "data=tabular", "data.path=a.csv", "data.target=y", "+data.types={note: ignore}"
-        )
 
 
-def test_types_may_be_typed_without_spaces() -> None:
+def test_types_may_be_typed_without_spaces_and_to_ignore_is_another_key() -> None:
     typed = ["data=tabular", "data.path=a.csv", "data.target=y"]
     for types in ("{price:number}", "{price: number}"):
         config = runs.config(*typed, f"+data.types={types}").data
         assert config.types == {"price": ColumnType.number}  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"^data.types.note: .*; to .*data.ignore=\[note\]$"):
+        runs.config(*typed, "+data.types={note: ignore}")
 
 
 def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
@@ -111,43 +101,10 @@ def test_a_boolean_of_parquet_is_a_category(tmp_path: Path) -> None:
     assert source.inputs[:3].argmax(1).tolist() == [2, 1, 0]
 
 
-def test_numbers_with_signs_are_numbers_only_if_they_are_declared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    amounts = [round(age) + 2 for age in numbers()]
-    columns: Columns = {
-        "price": [f"{amount} €" for amount in amounts],
-        "paid": [f"$ {amount}.25" if amount % 2 else f"-${amount}.25" for amount in amounts],
-        "share": [None, *(f"{amount / 4}%" for amount in amounts[1:])],
-        "area": [f"{amount % 9 + 1} 0{amount}" for amount in amounts],
-    }
-    path = write(tmp_path / "a.csv", columns)
-    plain = opened(path)
-    assert all(column.values for column in plain.columns)
-    for name in columns:
-        assert f"'+data.types={{{name}: number}}'" in caplog.text
-    declared: Any = {"types": dict.fromkeys(columns, ColumnType.number)}
-    source = opened(path, **declared)
-    price, paid, share, *_, area = source.columns
-    seen = np.array(amounts)[source.train]
-    assert price.mean == pytest.approx(seen.mean())
-    assert paid.mean == pytest.approx(np.where(seen % 2, seen + 0.25, -seen - 0.25).mean())
-    assert share.name == "share" and share.deviation == pytest.approx(seen.std() / 4, rel=0.01)
-    assert area.mean == pytest.approx((1000 * (seen % 9 + 1) + seen).mean())
-    assert "without its unit, '€'" in chosen(source, "data.types")
-    answer = applied(source, write(tmp_path / "b.csv", {n: c[:2] for n, c in columns.items()}))
-    assert answer.inputs.tolist() == source.inputs[:2].tolist()
-
-
-# -- missing values --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("policy", "suffix"), [(Missing.mean, "csv"), (Missing.median, "parquet")], ids=str
 )
-def test_missing_values_are_filled_in_from_training_rows_and_marked(
-    tmp_path: Path, policy: Missing, suffix: str
-) -> None:
+def test_missing_values_are_filled_and_marked(tmp_path: Path, policy: Missing, suffix: str) -> None:
     gaps = np.random.default_rng(1).random((3, ROWS)) < 0.08
     income = np.exp(np.array(numbers(1)) / 9).tolist()
     columns: Columns = {
@@ -169,9 +126,9 @@ def test_missing_values_are_filled_in_from_training_rows_and_marked(
         assert source.inputs[:, place + 1].tolist() == np.isnan(values).astype(float).tolist()
     assert source.columns[-1].values == ("", "Bonn", "Oslo")
     assert source.inputs[:, 5].tolist() == [float(cell is None) for cell in columns["city"]]
-    text = chosen(source, "data.missing")
-    assert f"{policy.value}: missing cells of " in text
-    assert f"'income' ({gaps[1].sum()}) and 'city' ({gaps[2].sum()})" in text
+    counted = f"'income' ({gaps[1].sum()}) and 'city' ({gaps[2].sum()})"
+    assert f"{policy.value}: missing cells of " in (said := chosen(source, "data.missing"))
+    assert counted in said
     # other data are filled in as training data were
     new: Columns = {"age": [None, 90.0], "income": [7.0, None], "full": [None, 3.0]}
     answer = applied(source, write(tmp_path / "b.csv", new | {"city": [None, "Oslo"]}))
@@ -200,8 +157,6 @@ def test_preprocessing_without_newer_fields_is_read(tmp_path: Path) -> None:
     assert new.inputs[0].tolist() == [0]
 
 
-# -- dates -----------------------------------------------------------------------------------------
-
 PARTS = {
     "year": lambda t: t.year,
     "month": lambda t: t.month,
@@ -216,16 +171,16 @@ def test_dates_become_the_numbers_that_vary(tmp_path: Path, form: str) -> None:
     times = [datetime(2023, 11, 20, 0, 30) + timedelta(hours=31 * i) for i in range(ROWS)]
     parts, known = list(PARTS), list(range(ROWS))
     cells: list[Any] = list(times)
+    changes: Any = {}
     if form == "dates.csv":
         times = [datetime(t.year, t.month, t.day) for t in times]
         cells = [t.date() for t in times]
         parts.remove("hour")
-    changes: Any = {}
-    if form == "wrong.csv":
+    elif form == "wrong.csv":
         cells[7] = "soon"
         known.remove(7)
         changes["types"] = {"when": ColumnType.date}
-    if form == "zone.parquet":
+    elif form == "zone.parquet":
         cells = pyarrow.array(times, pyarrow.timestamp("ns", "UTC")).to_pylist()
     source = opened(write(tmp_path / form, {"when": cells}), **changes)
     gaps = form == "wrong.csv" and 7 in source.train
@@ -240,10 +195,9 @@ def test_dates_become_the_numbers_that_vary(tmp_path: Path, form: str) -> None:
     new = applied(source, write(tmp_path / "later.csv", later))
     year = source.columns[0]
     assert new.inputs[0, 0] == pytest.approx((2031 - year.mean) / year.deviation)
-    if changes:
-        return
-    with pytest.raises(DataError, match="line 2, column 'when': 12 is not a date"):
-        applied(source, write(tmp_path / "later.csv", {"when": ["12", "13"]}))
+    if not changes:
+        with pytest.raises(DataError, match="line 2, column 'when': 12 is not a date"):
+            applied(source, write(tmp_path / "later.csv", {"when": ["12", "13"]}))
 
 
 DAYS = [date(2015, 1, 3) + timedelta(days=9 * i) for i in range(ROWS)]
@@ -291,8 +245,8 @@ def test_dates_that_fit_two_forms_are_texts_unless_the_column_is_declared(
     declared = opened(path, types={"since": ColumnType.date})
     assert declared.columns[0].form == "%d/%m/%Y"
     assert [column.part for column in declared.columns[:2]] == ["month", "weekday"]
-    note = "since: date: its dates fit day/month/year and month/day/year; with '+data.date_formats="
-    assert note + '{since: "%m/%d/%Y"}\' it is month/day/year' in caplog.text
+    note = "since: date: .*; with '.data.date_formats={since: \"%m/%d/%Y\"}' it is month/day/year"
+    assert re.search(note, caplog.text)
     same = [f"{1 + i % 9:02}/{1 + i % 9:02}/2020" for i in range(ROWS)]  # the same dates in both
     assert opened(write(path, {"since": same})).columns[0].form
 
@@ -308,9 +262,6 @@ def test_points_in_dates_do_not_hide_decimal_commas(tmp_path: Path) -> None:
     assert source.columns[0].form == "%d.%m.%Y"
     with pytest.raises(ConfigError, match="data.target: .*'since' holds dates"):
         tabular(Tabular(path=str(path), target="since"))
-
-
-# -- ids and categories ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -350,7 +301,7 @@ def test_id_columns_are_not_inputs_and_stay_with_the_rows(tmp_path: Path, suffix
         opened(write(tmp_path / f"alone.{suffix}", {"row_id": [*range(ROWS)]}))
 
 
-def test_texts_that_occur_once_teach_nothing(
+def test_texts_that_occur_once_are_no_input(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     notes = [f"note {i}" if i % 12 else f"often {i % 24}" for i in range(ROWS)]
@@ -358,12 +309,11 @@ def test_texts_that_occur_once_teach_nothing(
     columns: Columns = {"note": notes, "town": towns, "age": numbers()}
     path = write(tmp_path / "a.csv", columns)
     source = opened(path)
-    town, age = source.columns
-    assert (town.name, age.name) == ("town", "age")
+    assert titles(source) == ["town", "age"]
+    town = source.columns[0]
     assert town.values == tuple(f"t{i}" for i in range(9))
     seen = {towns[i] for i in source.train.tolist()}
     assert town.others == len(seen) - 9 and source.inputs[:, 9].sum() == ROWS / 5
-    assert f"the 9 most frequent of {len(seen)} texts" in chosen(source, "data.categories")
     assert [*source.ids] == ["note"] and source.ids["note"].to_pylist() == notes
     assert "data.types: note: left out: 20 of 240 rows have a repeated text" in caplog.text
     assert "to use it: '+data.types={note: text}'" in chosen(source, "data.types")
@@ -384,9 +334,8 @@ def test_a_run_lists_what_each_column_was_taken_for(tmp_path: Path) -> None:
         "since": [f"{day:%d.%m.%Y}" for day in DAYS],
     }
     path, run = write(tmp_path / "a.csv", columns), tmp_path / "run"
-    steps = "training.steps=2", "checkpoint.every=2", "optimization=none", "data.workers=0"
     table = "data=tabular", f"data.path={path}", "data.target=y", "model=mlp", "model.width=4"
-    summary = runs.trained(*table, *steps, folder=run)
+    summary = runs.trained(*table, "training.steps=2", "optimization=none", folder=run)
     gaps = json.loads((run / "checkpoints/last/preprocessing.json").read_text())["columns"][0]
     assert 0 < gaps["gaps"] < ROWS // 4  # of the training rows alone
     assert {row.column: (row.taken_for, row.missing) for row in summary.columns} == {
@@ -421,15 +370,13 @@ def test_the_most_frequent_categories_have_inputs_and_the_others_share_one(tmp_p
     counts = sorted((-trained.count(word), word) for word in {*trained})
     column = source.columns[0]
     assert column.values == tuple(sorted(word for _, word in counts[:10]))
+    assert not chosen(source, "data.unknown_categories")
     assert column.others == len(counts) - 10 and source.inputs.shape == (ROWS, 12)
     place = {word: number for number, word in enumerate(column.values)}
     assert source.inputs[:, :11].argmax(1).tolist() == [place.get(word, 10) for word in cities]
     assert (source.inputs[:, :11].sum(1) == 1).all()
-    most = f"city: 10: the 10 most frequent of {len(counts)} texts have an input each"
-    assert most in chosen(source, "data.categories")
-    assert not chosen(source, "data.unknown_categories")
+    assert f"the 10 most frequent of {len(counts)} texts" in chosen(source, "data.categories")
     new: Columns = {"city": ["Rome", counts[0][1]], "age": [1, 2]}
     answer = applied(source, write(tmp_path / "b.csv", new))
     assert answer.inputs[:, :11].argmax(1).tolist() == [10, place[counts[0][1]]]
-    unknown = "1 of 2 rows: column 'city': categories unknown or rare"
-    assert unknown in chosen(answer, "data.unknown_categories")
+    assert "1 of 2 rows: column 'city'" in chosen(answer, "data.unknown_categories")

@@ -48,9 +48,6 @@ def test_a_field_without_a_value_is_asked_for_and_an_unknown_kind_refused() -> N
         open_data(DataConfig(kind="digit"), nothing)
 
 
-# -- images ----------------------------------------------------------------------------------------
-
-
 def picture(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (30, 20)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, colour).save(path)
@@ -92,9 +89,7 @@ def test_a_file_that_is_no_image_is_named_at_opening_and_when_it_is_fetched(
     ImageFolder(Images(path=str(tmp_path)))  # it lies between those that are opened
 
 
-def test_an_image_of_too_many_pixels_is_named_and_not_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_too_large_image_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     red_and_blue(tmp_path)
     Image.new("L", (90, 90)).save(tmp_path / "red" / "2.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7_000)
@@ -105,10 +100,8 @@ def test_an_image_of_too_many_pixels_is_named_and_not_decoded(
 
 def test_folders_that_are_not_classes_are_refused(tmp_path: Path) -> None:
     picture(tmp_path / "red" / "0.png", (255, 0, 0))
-    with pytest.raises(ConfigError, match=r"data.path: .*1 folders"):
-        ImageFolder(Images(path=str(tmp_path)))
     (tmp_path / "blue").mkdir()
-    with pytest.raises(ConfigError, match=r"1 folders .*not classes: blue \(has no images"):
+    with pytest.raises(ConfigError, match="data.path: .*1 folders .*not classes: blue .has no im"):
         ImageFolder(Images(path=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'blue'"):
         ImageFolder(Images(path=str(tmp_path / "bleu")))
@@ -120,11 +113,7 @@ def test_other_files_among_images_are_left_out_and_counted(tmp_path: Path) -> No
     red_and_blue(tmp_path)
     (tmp_path / "red" / "notes.txt").write_text("red")
     source = red_and_blue(tmp_path)
-    assert len(source.sources) == 8
-    assert "files that are not images: 1" in source.choices[0].reason
-
-
-# -- texts -----------------------------------------------------------------------------------------
+    assert len(source.sources) == 8 and "that are not images: 1" in source.choices[0].reason
 
 
 def test_labelled_text_is_read_from_a_csv(tmp_path: Path) -> None:
@@ -153,19 +142,15 @@ def test_wrong_columns_and_rows_of_text_are_named_or_left_out(tmp_path: Path) ->
     assert source.choices[0].value == "4 of 44 left out"
     assert all(f"line {line}" in source.choices[0].reason for line in (42, 43, 44, 45))
     assert len(source.target) == 40
-    with pytest.raises(ConfigError, match=r"data.text: .*did you mean 'text'"):
-        text(Text(path=str(path), text="texts"))
-    with pytest.raises(ConfigError, match=r"data.target: .*did you mean 'label'"):
-        text(Text(path=str(path), target="labels"))
+    for key, name in (("text", "texts"), ("target", "labels")):
+        with pytest.raises(ConfigError, match=f"data.{key}: .*did you mean '{name[:-1]}'"):
+            text(Text(path=str(path), **{key: name}))
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "data.csv")
     with pytest.raises(ConfigError, match="a pipe"):
         text(Text(path=str(tmp_path / "data.csv")))
-
-
-# -- token files -----------------------------------------------------------------------------------
 
 
 def token_file(path: Path, ids: list[int], dtype: str = "uint16") -> str:
@@ -195,14 +180,10 @@ def test_a_folder_of_token_files_is_split_already(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("position", "part"), [(17, "train"), (93, "validation")])
-def test_an_id_out_of_range_is_named_by_its_position(
-    tmp_path: Path, position: int, part: str
-) -> None:
-    ids = [1] * 100
-    ids[position] = 77
-    source = tokens(Tokens(path=token_file(tmp_path / "all.bin", ids), vocab=50, sequence=5))
-    match = rf"all.bin: the id at position {position} is 77.*data.vocab=50"
-    with pytest.raises(DataError, match=match):
+def test_an_id_out_of_range_is_named_by_position(tmp_path: Path, position: int, part: str) -> None:
+    path = token_file(tmp_path / "all.bin", [77 if i == position else 1 for i in range(100)])
+    source = tokens(Tokens(path=path, vocab=50, sequence=5))
+    with pytest.raises(DataError, match=f"id at position {position} is 77.*data.vocab=50"):
         source.fetch(getattr(source, part), None)
 
 
@@ -219,8 +200,6 @@ def test_token_files_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.dtype"):
         tokens(Tokens(path=str(path), vocab=5, dtype="float32"))
 
-
-# -- arrays ----------------------------------------------------------------------------------------
 
 X = np.random.default_rng(0).standard_normal((12, 5))
 
@@ -275,10 +254,7 @@ def test_floats_are_quantities_and_what_makes_classes_of_them_is_said(tmp_path: 
         ({"x": X, "y": X[:, 0], "task": "classification"}, "one whole number"),
         ({"x": X, "y": X[:, 0], "task": "language_modelling"}, "token ids"),
         ({"x": np.zeros((12, 8, 8, 3)), "y": np.arange(12) % 2}, "channels-last"),
-        (
-            {"x": np.full((12, 5), -1), "y": np.arange(12) % 2},
-            "'x': sample 0 has -1, which is outside 0",
-        ),
+        ({"x": np.full((12, 5), -1), "y": np.arange(12) % 2}, "'x': sample 0 has -1, which is o"),
         ({"x": X[:3], "y": np.array([0, 1, 3 * 10**9])}, "'y': sample 2 has 3000000000"),
         ({"x": np.full((3, 2), 10**9), "y": np.full((3, 2), 1)}, "'x': sample 0 has 1000000000"),
     ],

@@ -103,9 +103,7 @@ def test_special_files_are_skipped_with_one_line(
     assert "class0/pipe.png (no file)" in line and "class1/up (a link to a folder)" in line
 
 
-def test_a_folder_of_plain_files_is_left_without_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_plain_files_give_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = write(tmp_path / "data", "images")
     (root / "README").write_text("a file beside the classes")
     (root / "class0" / "more").mkdir()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,6 @@ def test_large_numbers_keep_their_digits_and_gaps_are_raw_inputs() -> None:
     torch.testing.assert_close(pipeline(*raw), model(inputs))
 
 
-# -- exported files --------------------------------------------------------------------------------
-
 USUAL = (
     "optimization=none", "training.batch_size=16", "training.steps=8", "checkpoint.every=8",
     "data.workers=0", "optimizer.lr=1e-2",
@@ -109,20 +106,18 @@ def exported(
 def run_example(exports: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run pipeline_example.py in a process in which the runner cannot be imported."""
     script = str(exports / "pipeline_example.py")
-    code = "import runpy, sys; sys.modules['runner'] = None; runpy.run_path(sys.argv[0], None, %r)"
-    program = code.replace("sys.argv[0]", repr(script)) % "__main__"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    code = f"import runpy, sys; sys.modules['runner'] = None; runpy.run_path({script!r}, None"
+    return runs.python("-c", f"{code}, '__main__')", *map(str, arguments))
 
 
 def fitted(run: Path) -> Preprocessing:
     return parse_preprocessing((run / "checkpoints/best/preprocessing.json").read_bytes(), run)
 
 
-def answers_of_onnx(exports: Path, *inputs: np.ndarray) -> np.ndarray:
+def answers_of_onnx(file: Path, *inputs: np.ndarray) -> np.ndarray:
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(exports / "pipeline.onnx")
+    session = onnxruntime.InferenceSession(file)
     names = [node.name for node in session.get_inputs()]
     answers: np.ndarray = session.run(None, dict(zip(names, inputs, strict=True)))[0]
     return answers
@@ -143,18 +138,13 @@ def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_example_answers_a_table_without_the_runner_as_the_run_does(
-    orders: Path, tmp_path: Path
-) -> None:
+def test_the_example_answers_a_table_as_the_run_does(orders: Path, tmp_path: Path) -> None:
     overrides = (*ORDERS, f"data.path={orders / 'train.csv'}")
     exports, summary = exported(orders / "run", overrides, ExportKind.export, tmp_path)
     assert summary["pipeline"] == "exports/pipeline.pt2"
     read = json.loads((exports / "preprocessing.json").read_text(encoding="utf-8"))
-    columns = [(column["name"], column["part"]) for column in read["columns"]]
-    assert [c for c in columns if c[0] in ("fest", "tag")] == [
-        ("fest", "missing"),
-        ("tag", "missing"),
-    ]
+    parts = [(c["name"], c["part"]) for c in read["columns"] if c["name"] in ("fest", "tag")]
+    assert parts == [("fest", "missing"), ("tag", "missing")]
     assert (read["decimal"], read["thousands"]) == ("comma", "point")
     assert summary["files"] == sorted(path.name for path in exports.iterdir())
     utf8 = write_orders(tmp_path / "utf8.csv", "utf-8", "OXB", 50)
@@ -166,17 +156,15 @@ def test_the_example_answers_a_table_without_the_runner_as_the_run_does(
 
 
 def test_the_example_reads_units_dates_and_decimal_commas_of_each_column(tmp_path: Path) -> None:
-    lines = ["weight;when;size;y"]
-    for i in range(60):
-        day = f"{1 + i % 28:02}.{1 + i % 12:02}.2024"
-        lines.append(f"{i % 9},5 kg;{day};{i % 7},25;{'ab'[i % 9 > 4]}")
-    path = tmp_path / "t.csv"
-    path.write_text("\n".join(lines) + "\n")
+    days = [f"{1 + i % 28:02}.{1 + i % 12:02}.2024" for i in range(60)]
+    lines = [f"{i % 9},5 kg;{day};{i % 7},25;{'ab'[i % 9 > 4]}" for i, day in enumerate(days)]
+    path, run = tmp_path / "t.csv", tmp_path / "run"
+    path.write_text("\n".join(["weight;when;size;y", *lines, ""]))
     table = ("data=tabular", f"data.path={path}", "data.target=y", "+data.types={weight: number}")
-    runs.trained(*table, *USUAL, folder=tmp_path / "run")
-    exports, _ = exported(tmp_path / "run", (*table, *USUAL), ExportKind.export, tmp_path / "job")
+    runs.trained(*table, *USUAL, folder=run)
+    exports, _ = exported(run, (*table, *USUAL), ExportKind.export, tmp_path / "job")
     printed = np.loadtxt(run_example(exports, path, 60).stdout.splitlines(), delimiter=",")
-    np.testing.assert_allclose(printed, shares(tmp_path / "run", (*table, *USUAL), path), atol=1e-5)
+    np.testing.assert_allclose(printed, shares(run, (*table, *USUAL), path), atol=1e-5)
 
 
 @needs_onnx
@@ -188,7 +176,7 @@ def test_a_table_in_onnx_is_answered_as_the_run_does(orders: Path, tmp_path: Pat
     preprocessing = fitted(orders / "run")
     source = tabular(config, OpenOptions(fitted=preprocessing, evaluates=True))
     raw = raw_inputs(preprocessing, source.inputs)
-    answers = answers_of_onnx(exports, *(x.numpy() for x in raw))
+    answers = answers_of_onnx(exports / "pipeline.onnx", *(x.numpy() for x in raw))
     expected = shares(orders / "run", overrides, orders / "train.csv")
     np.testing.assert_allclose(answers, expected, atol=1e-5)
 
@@ -215,14 +203,12 @@ def test_images_are_answered_as_the_run_does(tmp_path: Path) -> None:
     config: Any = runs.config(*overrides, f"data.path={new}").data
     images = ImageFolder(config, OpenOptions(fitted=fitted(run), evaluates=True, labelled=False))
     pixels = images.fetch(np.arange(6), None)[0].mul(255).round().to(torch.uint8)
-    answers = answers_of_onnx(exports, pixels.numpy())
+    answers = answers_of_onnx(exports / "pipeline.onnx", pixels.numpy())
     np.testing.assert_allclose(answers, shares(run, overrides, new), atol=1e-5)
 
 
 @needs_onnx
 def test_an_onnx_file_of_a_text_model_answers_bytes_as_the_run_does(tmp_path: Path) -> None:
-    import onnxruntime
-
     stranger = next(stranger for stranger in STRANGERS if stranger.name == "reviews")
     run, path = tmp_path / "run", stranger.write(tmp_path, "train")
     overrides = (*stranger.overrides, f"data.path={path}", *USUAL)
@@ -230,9 +216,7 @@ def test_an_onnx_file_of_a_text_model_answers_bytes_as_the_run_does(tmp_path: Pa
     exports, summary = exported(run, overrides, ExportKind.onnx, tmp_path / "job")
     assert summary["file"] == "exports/model.onnx" and summary["largest_difference"] < 1e-4
     ids = stranger.inputs(known(run), stranger.rows("new"))
-    session = onnxruntime.InferenceSession(exports / "model.onnx")
-    names = [node.name for node in session.get_inputs()]
-    inputs = dict(zip(names, (ids, (ids < 256).astype(np.int64)), strict=True))
-    answered = probabilities(session.run(None, inputs)[0].astype(float))
+    logits = answers_of_onnx(exports / "model.onnx", ids, (ids < 256).astype(np.int64))
+    answered = probabilities(logits.astype(float))
     expected = shares(run, overrides, stranger.write(tmp_path, "new"))
     np.testing.assert_allclose(answered, expected, atol=1e-4)

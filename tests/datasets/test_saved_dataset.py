@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from runner import train
 from runner.core.data.open import open_data
 from runner.core.errors import ConfigError, DataError, SecurityError
 from tests import runs
@@ -65,25 +66,22 @@ def test_splits_are_the_parts_of_a_run_and_another_one_is_predicted(tmp_path: Pa
     parts.save_to_disk(str(tmp_path / "all"))
     typed = ["data=text", "model=classifier", f"data.path={tmp_path}/all", *SHORT]
     with runs.opened(*typed, folder=tmp_path / "run") as run:
-        lengths = [len(loader.fetch.order.indices) for loader in (run.train, run.validation)]
-        assert lengths == [24, 10] and run.test is not None
-        assert len(run.test.fetch.order.indices) == 6
+        assert run.test is not None
+        loaders = (run.train, run.validation, run.test)
+        assert [len(loader.fetch.order.indices) for loader in loaders] == [24, 10, 6]
         reasons = [choice.reason for choice in run.choices if choice.key == "data.path"]
         assert any("not used: extra" in reason for reason in reasons)
-        run.checkpointer.wait()
+        train(run)
+    resumed = [*typed, "job=predict", f"checkpoint.resume={tmp_path}/run"]
     with pytest.raises(ConfigError, match="has the splits train, validation, test, extra; name"):
-        resumed = [*typed, "job=predict", f"checkpoint.resume={tmp_path}/run"]
-        runs.trained(*typed, folder=tmp_path / "run2")
-        resumed[-1] = f"checkpoint.resume={tmp_path}/run2"
-        with runs.opened(*resumed):
-            pass
+        runs.opened(*resumed).__enter__()
 
 
 def test_columns_of_numbers_and_texts_are_a_table(tmp_path: Path) -> None:
-    numbers(30).save_to_disk(str(tmp_path / "table"))
+    saved = numbers(30)
+    saved.save_to_disk(str(tmp_path / "table"))
     data = opened("data=tabular", f"data.path={tmp_path}/table", "data.target=y")
     assert data.sizes.task == "regression" and [c.name for c in data.columns] == ["x", "kind"]
-    saved = numbers(30)
     x, y = data.fetch(np.arange(30), None)
     column = data.columns[0]
     np.testing.assert_allclose(x[:, 0] * column.deviation + column.mean, saved["x"], rtol=1e-5)

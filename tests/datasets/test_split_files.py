@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from runner import train
@@ -37,11 +37,12 @@ def write(folder: Path, name: str, rows: int, shift: float = 0.0) -> Path:
 
 def files(folder: Path) -> list[str]:
     """The keys of three files: validation and test rows are shifted."""
-    keys = {"data.path": ("train.csv", 150, 0.0)}
-    keys["data.validation_path"] = ("validation.csv", 60, 0.5)
-    keys["data.test_path"] = ("test.csv", 70, 1.0)
-    typed = [f"{key}={write(folder, *value)}" for key, value in keys.items()]
-    return [*TABLE, *STEPS, "data.workers=0", *typed]
+    paths = (
+        f"data.path={write(folder, 'train.csv', 150)}",
+        f"data.validation_path={write(folder, 'validation.csv', 60, 0.5)}",
+        f"data.test_path={write(folder, 'test.csv', 70, 1.0)}",
+    )
+    return [*TABLE, *STEPS, "data.workers=0", *paths]
 
 
 def evaluated(run: Path, folder: Path, *overrides: str) -> dict[str, float]:
@@ -49,10 +50,6 @@ def evaluated(run: Path, folder: Path, *overrides: str) -> dict[str, float]:
     config = runs.config(*overrides, "job=evaluate", f"checkpoint.resume={run}")
     metrics = evaluate.main(config, folder).metrics
     return {name.removeprefix("val/"): value for name, value in metrics.items()}
-
-
-def split_of(metrics: dict[str, float], split: str) -> dict[str, float]:
-    return {k.removeprefix(f"{split}/"): v for k, v in metrics.items() if k.startswith(split)}
 
 
 def test_the_best_checkpoint_is_tested_and_validation_has_a_file_of_its_own(tmp_path: Path) -> None:
@@ -64,7 +61,10 @@ def test_the_best_checkpoint_is_tested_and_validation_has_a_file_of_its_own(tmp_
     assert [columns[n]["deviation"] for n in "ab"] == pytest.approx(rows.std(0))
 
     assert summary.best_step < summary.steps, "the last is the best: the test shows little"
-    validated, tested = (split_of(summary.metrics, split) for split in ("val", "test"))
+    validated, tested = (
+        {name[len(split) :]: x for name, x in summary.metrics.items() if name.startswith(split)}
+        for split in ("val/", "test/")
+    )
     last, best = folder / "checkpoints/last", folder / "checkpoints/best"
     assert evaluated(last, tmp_path / "1", *typed) == pytest.approx(validated, abs=1e-6)
     new = [*typed, f"data.path={tmp_path / 'test.csv'}"]
@@ -95,11 +95,11 @@ def test_a_test_set_alone_leaves_training_as_it_was(tmp_path: Path) -> None:
 
         run.test.batches = spied  # type: ignore[method-assign]
         tested = train(run)
-        now = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+        now = runs.weights(run)
     assert touched == [tested.steps]  # once, at the end
     assert tested.best_step is not None and tested.best_step < tested.steps
     last = load_file(tmp_path / "tested/checkpoints/last/model.safetensors")
-    assert all(torch.equal(now[name], last[name]) for name in last)  # not the best's, any more
+    assert not runs.differences(now, last)  # not the best's, any more
     plain = train_job.main(runs.config(*without), tmp_path / "plain")
     assert plain.metrics == {n: x for n, x in tested.metrics.items() if n.startswith("val/")}
     assert "they also chose the best checkpoint" in (tmp_path / "plain/report.md").read_text()
@@ -167,7 +167,7 @@ def test_a_column_that_is_left_out_is_left_out_of_each_part(tmp_path: Path) -> N
         (tmp_path / f"{name}.csv").write_text("\n".join(rows) + "\n")
     summary = runs.trained(*typed, "checks.table.constant=drop", folder=tmp_path / "run")
     assert [column["name"] for column in known(tmp_path / "run")["columns"]] == ["a", "b"]
-    assert "val/accuracy" in summary.metrics and "test/accuracy" in summary.metrics
+    assert {"val/accuracy", "test/accuracy"} <= summary.metrics.keys()
 
 
 def test_other_jobs_do_not_open_the_test_set(tmp_path: Path) -> None:
@@ -181,25 +181,19 @@ def test_other_jobs_do_not_open_the_test_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", FIELDS)
 def test_a_part_that_does_not_fit_is_refused_with_its_key(tmp_path: Path, part: str) -> None:
-    def opened(*overrides: str) -> None:
-        with runs.opened(*TABLE, f"data.path={write(tmp_path, 'train.csv', 90)}", *overrides):
-            pass
-
-    key, other = f"data.{part}_path", tmp_path / "other.csv"
+    key, train = f"data.{part}_path", f"data.path={write(tmp_path, 'train.csv', 90)}"
     write(tmp_path, "test.csv", 40)
+    (tmp_path / "lacks.csv").write_text("a,y\n1,yes\n2,no\n")
+    (tmp_path / "other.csv").write_text("a,b,y\n1,1,yes\n2,1,maybe\n")
     for name, message in (
-        ("tets.csv", r"tets.csv does not exist; did you mean .test.csv."),
-        ("train.csv", "train.csv is data.path; use"),
-        ("", r".* contains data.path; use"),
+        ("tets.csv", r"^{}: .*tets.csv does not exist; did you mean .test.csv."),
+        ("train.csv", "^{}: .*train.csv is data.path; use"),
+        ("", r"^{}: .* contains data.path; use"),
+        ("lacks.csv", "lacks.csv lacks 'b', which the model was trained on"),
+        ("other.csv", "^{}: .*1 of 2 samples have a class .*: 'maybe'"),
     ):
-        with pytest.raises(ConfigError, match=f"^{key}: .*{message}"):
-            opened(f"{key}={tmp_path / name}")
-    other.write_text("a,y\n1,yes\n2,no\n")
-    with pytest.raises(DataError, match=r"other.csv lacks 'b', which the model was trained on"):
-        opened(f"{key}={other}")
-    other.write_text("a,b,y\n1,1,yes\n2,1,maybe\n")
-    with pytest.raises(DataError, match=rf"^{key}: .*1 of 2 samples have a class .*: 'maybe'"):
-        opened(f"{key}={other}")
+        with pytest.raises((ConfigError, DataError), match=message.format(key)):
+            runs.opened(*TABLE, train, f"{key}={tmp_path / name}").__enter__()
 
 
 @pytest.mark.parametrize(
@@ -230,17 +224,15 @@ def test_arrays_and_tokens_have_parts(tmp_path: Path) -> None:
     gpt = ("model=gpt", "model.width=16", "model.depth=1", "model.heads=2")
     typed = ["data=tokens", "data.vocab=50", "data.sequence=8", *gpt, *short]
     tokens = [f"data.path={tmp_path}/train.bin", *(f"{key}.bin" for key in keys)]
-    with runs.opened(*typed, *tokens) as run:
-        assert run.test is not None and len(run.test.fetch.order.indices) == (800 - 1) // 8
-    (tmp_path / "validation.bin").rename(tmp_path / "val.bin")  # a folder of three files
-    folder = f"data.path={tmp_path}"
-    with runs.opened(*typed, folder) as run:
-        assert run.test is not None and len(run.test.fetch.order.indices) == (800 - 1) // 8
-        assert [c.value for c in run.choices if c.key == "data.test_path"]
+    folder = [f"data.path={tmp_path}"]
+    shutil.copy(tmp_path / "validation.bin", tmp_path / "val.bin")  # a folder of three files
+    for paths in (tokens, folder):
+        with runs.opened(*typed, *paths) as run:
+            assert run.test is not None and len(run.test.fetch.order.indices) == (800 - 1) // 8
+            assert [c.value for c in run.choices if c.key == "data.test_path"] or paths is tokens
     for part, message in (
         ("test", "bin is data.validation_path; use"),
         ("validation", "has a val.bin; leave it out"),
     ):
         with pytest.raises(ConfigError, match=rf"data.{part}_path: .*{message}"):
-            with runs.opened(*typed, folder, f"data.{part}_path={tmp_path}/val.bin"):
-                pass
+            runs.opened(*typed, *folder, f"data.{part}_path={tmp_path}/val.bin").__enter__()

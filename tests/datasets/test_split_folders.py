@@ -62,9 +62,7 @@ def test_folders_train_val_and_test_are_parts(tmp_path: Path, names: tuple[str, 
     run, chosen = opened(tmp_path, f"data.path={tmp_path}")
     assert sizes(run) == (10, 6, 4) and run.sizes.class_names == ("blue", "red")
     (line,) = [text for text in chosen if text.startswith("data.split_folders")]
-    assert line.startswith(
-        f"data.split_folders={', '.join([names[0], *names[1:]])}: split folders of "
-    )
+    assert line.startswith(f"data.split_folders={', '.join(names)}: split folders of ")
     assert "no split with class folders): texts" in line
     assert sizes(opened(tmp_path / "texts", kind=TEXTS)[0]) == (10, 6, 4)
 
@@ -113,12 +111,13 @@ def test_folders_of_these_names_may_be_classes(tmp_path: Path) -> None:
 def test_parts_that_are_not_clear_are_refused(tmp_path: Path) -> None:
     for name in ("train", "val"):
         images(tmp_path / name, 2)
-    with pytest.raises(ConfigError, match=r"^data.split: .*val is the validation set; leave it"):
-        opened(tmp_path, "data.split=random")
-    with pytest.raises(ConfigError, match=r"^data.folds: .*name data.path=.*/train"):
-        opened(tmp_path, "data.folds=2", "data.fold=0")
-    with pytest.raises(ConfigError, match=r"^data.test_path: .*lies in data.validation_path"):
-        opened(tmp_path, f"data.test_path={tmp_path}/val/red")
+    for typed, message in (
+        (["data.split=random"], "^data.split: .*val is the validation set; leave it"),
+        (["data.folds=2", "data.fold=0"], "^data.folds: .*name data.path=.*/train"),
+        ([f"data.test_path={tmp_path}/val/red"], "^data.test_path: .*lies in data.validation_pa"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(tmp_path, *typed)
     images(tmp_path / "valid", 2)
     with pytest.raises(ConfigError, match=r"^data.validation_path: .* has val and valid; name"):
         opened(tmp_path)

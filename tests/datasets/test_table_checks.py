@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner import build, compose, train
+from runner import train
 from runner.core.data.dataset import Dataset, TensorsDataset
 from runner.core.data.embedded import cancer
 from runner.core.data.order import split
@@ -20,14 +19,15 @@ from runner.core.interfaces.batch import Sizes
 from runner.core.record.history import History
 from runner.core.record.summary import Summary
 from runner.core.schemas.checks import CheckPolicy, TableConfig
-from runner.core.schemas.data import Cancer, SplitRule, Tabular
+from runner.core.schemas.data import Cancer, SplitRule
 from runner.datasets.table_checks import (
     TableFindings,
     _repeated_skill,
     _repeated_variance,
     check_data_table,
 )
-from runner.datasets.tabular import tabular
+from tests import runs
+from tests.datasets.tables import opened, write_columns
 
 
 def looked_at(source: TensorsDataset, **policies: Any) -> tuple[Dataset, TableFindings]:
@@ -36,14 +36,16 @@ def looked_at(source: TensorsDataset, **policies: Any) -> tuple[Dataset, TableFi
     return found, report.findings
 
 
+def leaks(source: TensorsDataset) -> list[tuple[str, str]]:
+    """The codes and places of what is found."""
+    return codes(looked_at(source)[1])
+
+
 def table(
     columns: dict[str, Sequence[Any]], target: Sequence[Any], folder: Path, **changes: Any
 ) -> TensorsDataset:
-    rows = zip(*columns.values(), target, strict=True)
-    text = [",".join([*columns, "label"]), *(",".join(map(str, row)) for row in rows)]
-    path = folder / "flows.csv"
-    path.write_text("\n".join(text) + "\n")
-    return tabular(Tabular(path=str(path), target="label", **changes))
+    path = write_columns(folder / "flows.csv", {**columns, "y": [*target]})
+    return opened(path, **changes)
 
 
 def codes(looked: TableFindings) -> list[tuple[str, str]]:
@@ -51,8 +53,6 @@ def codes(looked: TableFindings) -> list[tuple[str, str]]:
 
 
 DROP = {kind: CheckPolicy.drop for kind in ("constant", "leak", "shared")}
-
-
 N = 600
 RNG = np.random.default_rng(0)
 Y = (RNG.random(N) < 0.3).astype(int)
@@ -90,9 +90,7 @@ def test_the_strong_columns_of_an_easy_data_set_are_not_accused() -> None:
 
 
 @pytest.mark.parametrize("kind", LEAKS)
-def test_a_column_that_gives_the_label_away_is_named_and_can_be_dropped(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_column_that_gives_the_label_away_is_named_or_dropped(kind: str, tmp_path: Path) -> None:
     source = table({**HONEST, "after": LEAKS[kind]}, NAMES, tmp_path)
     _, looked = looked_at(source)
     assert codes(looked) == [("table.leak", "column 'after'")]
@@ -109,30 +107,14 @@ def test_a_column_that_gives_the_label_away_is_named_and_can_be_dropped(
     assert [c.value for c in looked.choices] == ["without after"]
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.001])
-def test_a_column_that_gives_a_quantity_away_is_named(noise: float, tmp_path: Path) -> None:
-    price = RNG.lognormal(0, 1, N)
-    columns = {
-        "area": (price * RNG.lognormal(0, 0.5, N)).round(6),
-        "net": (price * 0.8 * RNG.lognormal(0, noise, N)).round(6),
-        "rooms": RNG.integers(1, 9, N),
-    }
-    _, looked = looked_at(table(columns, price.round(6), tmp_path))
-    assert codes(looked) == [("table.leak", "column 'net'")]
-    del columns["net"]
-    _, looked = looked_at(table(columns, price.round(6), tmp_path))
-    assert codes(looked) == []
-
-
 def test_a_row_number_is_accused_where_the_rows_are_sorted_by_the_label(tmp_path: Path) -> None:
     order = np.argsort(Y, kind="stable")
     sorted_columns = {name: np.asarray(x)[order] for name, x in HONEST.items()}
     place = 3 * np.arange(N) + RNG.integers(0, 2, N)  # one that counts up is known as an id
     source = table({"place": place, **sorted_columns}, NAMES[order], tmp_path)
-    _, looked = looked_at(source)
-    assert codes(looked) == [("table.leak", "column 'place'")]
-    _, looked = looked_at(table({"place": place, **HONEST}, NAMES, tmp_path))
-    assert codes(looked) == []  # rows in any other order tell nothing
+    assert leaks(source) == [("table.leak", "column 'place'")]
+    shuffled = table({"place": place, **HONEST}, NAMES, tmp_path)
+    assert leaks(shuffled) == []  # rows in any other order tell nothing
 
 
 def test_too_few_rows_give_no_finding(tmp_path: Path) -> None:
@@ -167,9 +149,7 @@ def with_copies(other_label: bool) -> tuple[dict[str, Any], Any, np.ndarray, np.
 
 
 @pytest.mark.parametrize("other_label", [False, True])
-def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
-    other_label: bool, tmp_path: Path
-) -> None:
+def test_rows_in_both_parts_are_named_and_left_out(other_label: bool, tmp_path: Path) -> None:
     columns, labels, train, validation = with_copies(other_label)
     columns["id"] = np.arange(7, 7 + N)  # makes every row another one, and is left out
     source = table(columns, labels, tmp_path, split=SplitRule.random)
@@ -186,8 +166,7 @@ def test_rows_in_both_parts_are_counted_named_and_left_out_of_validation(
 
 def test_the_same_inputs_with_another_quantity_are_no_finding(tmp_path: Path) -> None:
     columns, _, _, _ = with_copies(other_label=False)
-    _, looked = looked_at(table(columns, RNG.normal(0, 1, N).round(6), tmp_path))
-    assert codes(looked) == []
+    assert leaks(table(columns, RNG.normal(0, 1, N).round(6), tmp_path)) == []
 
 
 def test_rows_of_few_kinds_are_alike_by_chance_and_no_leak(tmp_path: Path) -> None:
@@ -197,8 +176,7 @@ def test_rows_of_few_kinds_are_alike_by_chance_and_no_leak(tmp_path: Path) -> No
     source = table(columns, own.choice(["no", "yes"], 900), tmp_path)
     found, looked = looked_at(source, shared=CheckPolicy.drop)
     assert codes(looked) == [] and found is source
-    quantity = table(columns, own.integers(0, 3, 900) / 2, tmp_path, task="regression")
-    assert codes(looked_at(quantity)[1]) == []
+    assert leaks(table(columns, own.integers(0, 3, 900) / 2, tmp_path, task="regression")) == []
 
 
 def test_nothing_left_to_validate_with_is_an_error() -> None:
@@ -215,19 +193,15 @@ def test_nothing_left_to_validate_with_is_an_error() -> None:
 
 def test_stop_names_every_finding_and_off_finds_nothing(tmp_path: Path) -> None:
     source = table({**HONEST, "flag": [1] * N, "after": Y + 1}, NAMES, tmp_path)
-    with pytest.raises(
-        DataError, match=r"'flag'.*'after'.*: checks.table.constant=warn checks.table.leak=warn$"
-    ):
+    both = r"'flag'.*'after'.*: checks.table.constant=warn checks.table.leak=warn$"
+    with pytest.raises(DataError, match=both):
         looked_at(source, constant=CheckPolicy.stop, leak=CheckPolicy.stop)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match="^((?!'flag').)*$"):
         looked_at(source, leak=CheckPolicy.stop)
-    assert "'flag'" not in str(caught.value)
     _, looked = looked_at(source, constant=CheckPolicy.off, leak=CheckPolicy.off)
     assert codes(looked) == []
     assert check_data_table(source, TableConfig(enabled=False)) == (source, [])
-    with pytest.raises(
-        ConfigError, match=r"checks.table.leak: cannot be skip: a table has no batches"
-    ):
+    with pytest.raises(ConfigError, match="checks.table.leak: cannot be skip: a table has no b"):
         TableConfig(leak=CheckPolicy.skip)
 
 
@@ -250,9 +224,7 @@ def test_a_large_table_is_judged_by_a_sample_that_is_always_the_same() -> None:
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
-def test_every_column_that_leaks_is_named_whatever_the_others_and_the_order(
-    order: str, tmp_path: Path
-) -> None:
+def test_every_column_that_leaks_is_named_in_any_order(order: str, tmp_path: Path) -> None:
     """As in a table of films: a code with the label in it, some of whose values occur once."""
     rows = np.argsort(Y, kind="stable") if order == "sorted" else np.arange(N)
     years = RNG.integers(1970, 2012, N)
@@ -266,7 +238,7 @@ def test_every_column_that_leaks_is_named_whatever_the_others_and_the_order(
 
 
 @pytest.mark.parametrize("order", ["shuffled", "sorted"])
-def test_a_column_that_gives_a_quantity_away_is_named_in_sorted_files_too(
+def test_a_column_that_gives_a_quantity_away_is_named_in_any_order(
     order: str, tmp_path: Path
 ) -> None:
     price = RNG.lognormal(3, 1, N).round(3)
@@ -275,10 +247,11 @@ def test_a_column_that_gives_a_quantity_away_is_named_in_sorted_files_too(
     band = np.array([f"band {int(b)}" for b in np.digitize(price, np.quantile(price, BANDS))])
     target = np.digitize(price, np.quantile(price, BANDS)) * 10.5
     noise = RNG.normal(size=N).round(4)
-    source = table({"net": net[rows], "noise": noise}, price[rows], tmp_path)
-    assert codes(looked_at(source)[1]) == [("table.leak", "column 'net'")]
+    area = (price * RNG.lognormal(0, 0.5, N)).round(6)  # strong, and no leak
+    columns = {"net": net[rows], "area": area[rows], "rooms": RNG.integers(1, 9, N)}
+    assert leaks(table(columns, price[rows], tmp_path)) == [("table.leak", "column 'net'")]
     source = table({"band": band[rows], "noise": noise}, target[rows], tmp_path, task="regression")
-    assert codes(looked_at(source)[1]) == [("table.leak", "column 'band'")]
+    assert leaks(source) == [("table.leak", "column 'band'")]
 
 
 def test_a_column_with_a_value_per_row_has_no_skill_by_chance() -> None:
@@ -298,44 +271,32 @@ def test_a_quantity_may_follow_the_time_but_nothing_else(tmp_path: Path) -> None
         found, looked = looked_at(source, leak=CheckPolicy.drop)
         assert codes(looked) == [] and found is source
     copy = (3 * price + 1 + RNG.normal(size=N) * 0.1).round(4)
-    _, looked = looked_at(table({"day": day, "other": noise, "after": copy}, price, tmp_path))
-    assert codes(looked) == [("table.leak", "column 'after'")]
+    source = table({"day": day, "other": noise, "after": copy}, price, tmp_path)
+    assert leaks(source) == [("table.leak", "column 'after'")]
 
 
-def flows(folder: Path) -> list[str]:
+def test_a_run_tells_of_it_everywhere_and_once_or_is_not_begun(tmp_path: Path) -> None:
     columns, labels, _, _ = with_copies(other_label=False)
-    table({**columns, "flag": [0] * N, "<b>after": Y + 1}, labels, folder)
-    return [
-        "data=tabular", f"data.path={folder / 'flows.csv'}", "data.target=label", "model=mlp",
-        "training.steps=4", "checkpoint=off", "monitoring.progress=false", "optimization=none",
-    ]  # fmt: skip
-
-
-def test_a_run_tells_of_it_everywhere_and_once(tmp_path: Path) -> None:
-    config = compose([*flows(tmp_path), "checks.table.leak=drop", "checks.table.shared=drop"])
+    table({**columns, "flag": [0] * N, "<b>after": Y + 1}, labels, tmp_path)
+    typed = ("data=tabular", f"data.path={tmp_path / 'flows.csv'}", "data.target=y",
+             "model=mlp", "training.steps=4", "checkpoint=off", "optimization=none")  # fmt: skip
     folder = tmp_path / "run"
-    with build(config, folder) as run:
+    with pytest.raises(DataError, match="column '<b>after'"):
+        runs.opened(*typed, "checks=strict", folder=folder).__enter__()
+    assert not (folder / "metrics.jsonl").exists()
+    drop = "checks.table.leak=drop", "checks.table.shared=drop"
+    with runs.opened(*typed, *drop, folder=folder) as run:
         assert run.sizes.in_features == 7
-        validated = [i for b in range(run.validation.steps_per_epoch)
-                     for i in run.validation.indices(b)]  # fmt: skip
-        assert len(validated) == 115
+        batches = map(run.validation.indices, range(run.validation.steps_per_epoch))
+        assert sum(map(len, batches)) == 115
         train(run)
     kinds = {fault.kind: fault for fault in History.read(folder)}
     assert {"table_constant", "table_leak", "table_shared"} <= set(kinds)
-    assert kinds["table_leak"].category == "data"
-    assert kinds["table_leak"].action == "left out of the inputs"
+    leak = kinds["table_leak"]
+    assert (leak.category, leak.action) == ("data", "left out of the inputs")
     assert kinds["table_shared"].count == 1
     summary = Summary.read(folder)
     assert {c.key for c in summary.choices} >= {"checks.table.leak", "checks.table.shared"}
     assert summary.faults["table_leak"] == 1
-    facts = json.loads((folder / "debug" / "table.json").read_text())
-    assert [f["code"] for f in facts["findings"]] == [
-        "table.constant", "table.leak", "table.shared",
-    ]  # fmt: skip
-
-
-def test_a_run_is_not_begun_where_a_finding_is_to_stop_it(tmp_path: Path) -> None:
-    config = compose([*flows(tmp_path), "checks=strict"])
-    with pytest.raises(DataError, match="column '<b>after'"):
-        build(config, tmp_path / "run")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    found = [finding["code"] for finding in runs.debug_file(folder, "table")["findings"]]
+    assert found == ["table.constant", "table.leak", "table.shared"]

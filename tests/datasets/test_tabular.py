@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,9 @@ import pytest
 import torch
 from pyarrow import parquet
 
-from runner import build, compose, train
 from runner.core.data.dataset import TensorsDataset
 from runner.core.device import memory
 from runner.core.errors import ConfigError, DataError
-from runner.core.record.history import History
 from runner.core.schemas.data import BadSamples, Missing
 from tests.datasets import tables
 
@@ -69,8 +68,6 @@ def test_few_whole_numbers_to_predict_are_classes_unless_told_otherwise(tmp_path
     assert told.fetch(np.array([0, 1]), None)[1].tolist() == [3.0, 7.0]
 
 
-# -- bad rows --------------------------------------------------------------------------------------
-
 BAD_ROWS = {
     "an infinite number": ("9,inf,red,yes", ", column 'income': inf is not a finite number"),
     "too large for float32": ("9,-1e300,red,yes", ", column 'income': -1e+300 is too large"),
@@ -84,25 +81,20 @@ MISSING_CELLS = {
 
 
 @pytest.mark.parametrize("kind", [*BAD_ROWS, *MISSING_CELLS])
-def test_a_bad_row_is_an_error_or_left_out_and_the_rest_is_as_without_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_bad_row_is_an_error_or_left_out_alone(kind: str, tmp_path: Path) -> None:
     row, problem = {**BAD_ROWS, **MISSING_CELLS}[kind]
     key, stop, drop = "data.bad_samples", {}, {"bad_samples": BadSamples.drop}
     if kind in MISSING_CELLS:
         key, stop, drop = "data.missing", {"missing": Missing.error}, {"missing": Missing.drop}
     path = write(tmp_path, *ROWS[:5], row, *ROWS[5:])
-    with pytest.raises(DataError) as raised:
+    with pytest.raises(DataError, match=f"people.csv: line 7{re.escape(problem)}.*{key}=drop"):
         opened(path, **stop)
-    assert "people.csv: line 7" in str(raised.value) and problem in str(raised.value)
-    assert f"{key}=drop" in str(raised.value)
     source = opened(path, **drop)
     told = source.choices[0]
     assert (told.key, told.value) == (key, "1 of 41 left out")
     assert told.reason.startswith("line 7") and problem in told.reason
     clean = opened(write(tmp_path, *ROWS))
-    assert torch.equal(source.inputs, clean.inputs)
-    assert torch.equal(source.target, clean.target)
+    assert torch.equal(source.inputs, clean.inputs) and torch.equal(source.target, clean.target)
     assert source.sizes == clean.sizes
     assert source.train.tolist() == clean.train.tolist()
     assert [c.key for c in clean.choices] == ["data.task", "data.split"]
@@ -115,9 +107,7 @@ def test_a_few_texts_among_numbers_are_bad_cells_named_by_line(tmp_path: Path) -
     message = r"line 42, column 'income': 12a is not .*'\+data.types=\{income: number\}', or leave"
     with pytest.raises(DataError, match=message):
         opened(path)
-    message = (
-        r"line 42, column 'income': 12a is not a finite number; correct them, or leave out the"
-    )
+    message = "line 42, column 'income': 12a is not a finite number; correct them, or leave out the"
     with pytest.raises(DataError, match=message):  # once; and a target is never missing
         opened(path, target="income")
     mixed = [row.replace("red", "7") for row in ROWS]  # a third is blue
@@ -138,9 +128,9 @@ def test_more_bad_rows_than_the_stated_share_are_an_error(tmp_path: Path) -> Non
     path = write(tmp_path, *ROWS, *["9,NA,red,yes"] * 60)  # asked for, so no limit
     told = opened(path, missing=Missing.drop).choices[0]
     assert told.value == "60 of 100 left out" and told.is_notice
-    with pytest.raises(DataError, match="no row is without a missing value"):
-        opened(write(tmp_path, *["9,NA,red,yes", "9,,red,no"] * 20), missing=Missing.drop)
     path = write(tmp_path, *["9,NA,red,yes", "9,,red,no"] * 20)
+    with pytest.raises(DataError, match="no row is without a missing value"):
+        opened(path, missing=Missing.drop)
     with pytest.raises(DataError, match="with data.missing=mean$"):  # drop would leave none
         opened(path, missing=Missing.error)
     with pytest.raises(ConfigError, match=r"data.most_bad: must be > 0 and < 1, got 1.0"):
@@ -179,31 +169,9 @@ def test_bad_cells_of_parquet_are_left_out(tmp_path: Path) -> None:
         opened(tmp_path / "people.parquet")
 
 
-def test_a_run_tells_of_bad_samples_in_its_history_and_summary(tmp_path: Path) -> None:
-    path = write(tmp_path, *ROWS, "9,inf,red,yes")
-    config = compose([
-        "data=tabular", f"data.path={path}", "data.target=bought",
-        "data.bad_samples=drop", "model=mlp", "training.steps=1", "optimization=none",
-        "checkpoint=off", "checks=off", "monitoring=quiet",
-    ])  # fmt: skip
-    with build(config, tmp_path / "run") as run:
-        summary = train(run)
-    assert summary.faults["bad_samples"] == 1
-    assert any(choice.key == "data.bad_samples" for choice in summary.choices)
-    (fault,) = [f for f in History.read(tmp_path / "run") if f.kind == "bad_samples"]
-    assert fault.category == "data" and "line 42, column 'income'" in fault.message
-    assert fault.message.startswith("1 of 41 left out")
-
-
-# -- what is no table ------------------------------------------------------------------------------
-
-
 def test_a_wrong_name_brings_up_the_nearest(tmp_path: Path) -> None:
-    path = write(tmp_path, *ROWS)
-    with pytest.raises(ConfigError, match=r"data.target: .*'boght'; did you mean 'bought'"):
-        opened(path, target="boght")
     with pytest.raises(ConfigError, match=r"data.ignore: .*did you mean 'colour'"):
-        opened(path, ignore=["color"])
+        opened(write(tmp_path, *ROWS), ignore=["color"])
     with pytest.raises(ConfigError, match=r"data.path: .*did you mean 'people.csv'"):
         opened(tmp_path / "poeple.csv")
     with pytest.raises(ConfigError, match="nor does its folder"):
@@ -233,9 +201,6 @@ def test_a_task_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         opened(path, task="clasification")
 
 
-# -- sizes -----------------------------------------------------------------------------------------
-
-
 def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,9 +216,7 @@ def test_a_table_that_does_not_fit_into_memory_is_refused_with_a_way_out(
         opened(path)
     small = tmp_path / "numbers.parquet"
     parquet.write_table(pyarrow.table({"a": range(30), "bought": ["y", "n"] * 15}), small)
-    with pytest.raises(
-        DataError, match=r"data.path: .* 30 rows of 2 columns take 240 bytes.*write fewer rows"
-    ):
+    with pytest.raises(DataError, match="30 rows of 2 columns take 240 bytes.*write fewer rows"):
         opened(small)
 
 
@@ -265,21 +228,14 @@ def test_the_decoded_size_of_a_parquet_file_is_counted_and_not_taken_from_its_fo
     table = pyarrow.table({"text": texts, "bought": ["y", "n"] * 15})
     parquet.write_table(table, path, compression="zstd")
     monkeypatch.setattr(memory, "available_bytes", lambda: next(left))
-    with pytest.raises(
-        DataError, match=r"bytes of decoded rows take 4,194,\d+ bytes, but only 1,024"
-    ):
+    with pytest.raises(DataError, match=r"decoded rows take 4,194,\d+ bytes, but only 1,024"):
         opened(path)
 
 
 def test_a_number_too_far_from_the_training_rows_is_named(tmp_path: Path) -> None:
-    values = [i * 1e-30 for i in range(30)]
-
-    def rows() -> list[str]:
-        return [f"1,{v},red,{'yes' if i % 2 else 'no'}" for i, v in enumerate(values)]
-
-    row = int(opened(write(tmp_path, *rows())).validation[0])
-    values[row] = 1e30
-    with pytest.raises(
-        DataError, match=rf"line {row + 2}, column 'income': 1e\+30 is an extreme outlier"
-    ):
-        opened(write(tmp_path, *rows()))
+    rows = [f"1,{i * 1e-30},red,{'yes' if i % 2 else 'no'}" for i in range(30)]
+    row = int(opened(write(tmp_path, *rows)).validation[0])
+    rows[row] = "1,1e30,red,no"
+    problem = rf"line {row + 2}, column 'income': 1e\+30 is an extreme outlier"
+    with pytest.raises(DataError, match=problem):
+        opened(write(tmp_path, *rows))

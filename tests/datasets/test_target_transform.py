@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner import build, compose, evaluate, load, train
+from runner import compose, evaluate, load, train
 from runner.core.config.run_config import WrittenConfig, config_hash
 from runner.core.data import target_scale
 from runner.core.errors import ConfigError, DataError
@@ -31,20 +31,19 @@ MAE = "objective._target_=torch.nn.L1Loss"
 def table(folder: Path, name: str = "prices.csv", **columns: object) -> list[str]:
     """Overrides for a table of prices."""
     path = write_columns(folder / name, {"x": [*X], "y": [*PRICES], **columns})  # type: ignore[dict-item]
-    typed = ["data=tabular", f"data.path={path}", "data.target=y", "model=mlp", *runs.QUICK]
+    typed = ["data=tabular", f"data.path={path}", "data.target=y", "model=mlp"]
     own = "checkpoint=default", "training.steps=60", "training.validate_every=60"
     return [*typed, *SMALL, *own, "optimizer.lr=0.01"]
 
 
 @pytest.mark.parametrize("loss", ["", MAE], ids=["ours", "torch.nn"])
 @pytest.mark.parametrize("transform", ["none", "standardise", "log"])
-def test_predictions_and_errors_are_in_the_targets_unit(
+def test_predictions_and_errors_have_the_targets_unit(
     tmp_path: Path, transform: str, loss: str
 ) -> None:
-    typed = [*table(tmp_path), f"data.target_transform={transform}"]
-    metrics = "objective.metrics=[MeanAbsoluteError]"
-    config = compose([*typed, metrics, *filter(None, [loss])])
-    with build(config, folder=tmp_path / "run") as run:
+    typed = [*table(tmp_path), f"data.target_transform={transform}", *filter(None, [loss])]
+    typed.append("objective.metrics=[MeanAbsoluteError]")
+    with runs.opened(*typed, folder=tmp_path / "run") as run:
         summary = train(run)
         source = run.train.fetch.source
         rows = PRICES[source.train]
@@ -72,52 +71,22 @@ def test_predictions_and_errors_are_in_the_targets_unit(
         assert summary.metrics["val/mae"] == pytest.approx(mae, rel=1e-5)
         assert summary.metrics["val/loss"] == pytest.approx((error**2).mean(), rel=1e-4)
     assert again["val/loss"] == pytest.approx(summary.metrics["val/loss"])
-    evaluated = compose([*typed, metrics, *filter(None, [loss]), "job=evaluate",
-                         f"checkpoint.resume={tmp_path / 'run'}"])  # fmt: skip
-    (tmp_path / "evaluated").mkdir()
-    same = evaluate_job(evaluated, tmp_path / "evaluated").metrics
+    asked = "job=evaluate", f"checkpoint.resume={tmp_path / 'run'}"
+    same = evaluate_job(runs.config(*typed, *asked), tmp_path / "evaluated").metrics
     assert same["val/MeanAbsoluteError"] == pytest.approx(mae, rel=1e-5)
-
-
-def test_a_log_beats_none_on_targets_of_many_magnitudes(tmp_path: Path) -> None:
-    errors = {}
-    for transform in ("none", "log"):
-        with build(compose([*table(tmp_path), f"data.target_transform={transform}"])) as run:
-            errors[transform] = train(run).metrics["val/mae"]
-    assert errors["log"] < errors["none"] / 2
 
 
 def test_an_exported_pipeline_predicts_in_the_targets_unit(tmp_path: Path) -> None:
     typed = [*table(tmp_path), "data.target_transform=log"]
-    with build(compose(typed), folder=tmp_path / "run") as run:
-        train(run)
+    runs.trained(*typed, folder=tmp_path / "run")
     job = ["job=evaluate", "evaluate.export=export", f"checkpoint.resume={tmp_path / 'run'}"]
-    (tmp_path / "out").mkdir()
-    evaluate_job(compose([*typed, *job]), tmp_path / "out")
+    evaluate_job(runs.config(*typed, *job), tmp_path / "out")
     program = torch.export.load(next((tmp_path / "out").rglob("pipeline.pt2"))).module()
     raw = torch.tensor([[0.5], [-1.0]], dtype=torch.float64)
     exported = program(raw, torch.zeros(2, 0, dtype=torch.int64))[:, 0].detach().numpy()
     with load(tmp_path / "run") as model:
         predicted = model.predict({"x": [0.5, -1.0]})["prediction"]
     np.testing.assert_allclose(exported, predicted, rtol=1e-4)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    typed = [
-        *table(tmp_path),
-        "data.target_transform=log",
-        "checkpoint.every=10",
-        "schedule=constant",
-    ]
-    with build(compose(typed)) as run:
-        train(run)
-        whole = [p.detach().clone() for p in run.model.parameters()]
-    with build(compose([*typed, "training.steps=30"]), folder=tmp_path / "run") as run:
-        train(run)
-    resumed = compose([*typed, f"checkpoint.resume={tmp_path / 'run'}"])
-    with build(resumed, folder=tmp_path / "on") as run:
-        train(run)
-        assert all(map(torch.equal, whole, run.model.parameters()))
 
 
 def test_a_config_without_the_key_has_the_hash_that_it_had(tmp_path: Path) -> None:
@@ -137,27 +106,11 @@ def test_a_target_without_a_logarithm_is_an_error_with_its_line(tmp_path: Path, 
     where = "line 43, column 'y'"
     if kind == "arrays":
         np.savez(tmp_path / "a.npz", x=X.astype(np.float32)[:, None], y=np.array(prices))
-        typed = ["data=arrays", f"data.path={tmp_path / 'a.npz'}", "model=mlp", *runs.QUICK]
+        typed = ["data=arrays", f"data.path={tmp_path / 'a.npz'}", "model=mlp"]
         where = "sample 41"
-    asked = compose([*typed, "data.target_transform=log"])
     says = f"{where}: the target 0 has no logarithm; .*target_transform=standardise"
     with pytest.raises(DataError, match=says):
-        build(asked)
-
-
-def test_arrays_are_predicted_in_their_unit(tmp_path: Path) -> None:
-    y = np.stack([PRICES, PRICES * 2], 1)
-    np.savez(tmp_path / "a.npz", x=X.astype(np.float32)[:, None], y=y)
-    typed = ["data=arrays", f"data.path={tmp_path / 'a.npz'}", "model=mlp", *runs.QUICK]
-    steps = ["training.steps=60", "training.validate_every=60", "optimizer.lr=0.01"]
-    asked = [*typed, "data.target_transform=log", *steps]
-    with build(compose(asked), folder=tmp_path / "run") as run:
-        metrics = train(run).metrics
-        indices = np.asarray(run.validation.fetch.order.indices)
-    with load(tmp_path / "run") as model:
-        columns = model.predict(torch.from_numpy(X.astype(np.float32)[indices, None]))
-    predicted = np.stack([columns["prediction 0"], columns["prediction 1"]], 1)
-    assert metrics["val/mae"] == pytest.approx(np.abs(predicted - y[indices]).mean(), rel=1e-4)
+        runs.opened(*typed, "data.target_transform=log").__enter__()
 
 
 def unlike_targets(folder: Path, *more: str) -> tuple[np.ndarray, list[str]]:
@@ -165,7 +118,7 @@ def unlike_targets(folder: Path, *more: str) -> tuple[np.ndarray, list[str]]:
     x = X.astype(np.float32)[:, None]
     y = np.stack([1e4 * X + 3e4, 1 + 1e-3 * X, np.full(200, 7.0)], 1)
     np.savez(folder / "unlike.npz", x=x, y=y)
-    typed = ["data=arrays", f"data.path={folder / 'unlike.npz'}", "model=mlp", *runs.QUICK]
+    typed = ["data=arrays", f"data.path={folder / 'unlike.npz'}", "model=mlp"]
     steps = "training.steps=60", "training.validate_every=60", "checkpoint=default"
     return y, [*typed, *steps, "optimizer.lr=0.01", *more]
 
@@ -186,7 +139,7 @@ def predictions(run: Path) -> np.ndarray:
 def test_each_of_several_targets_has_its_own_scale(tmp_path: Path, loss: str) -> None:
     own = [loss, "data.target_transform=standardise"] if loss else ["objective.loss=mae"]
     y, typed = unlike_targets(tmp_path, *own)
-    with build(compose(typed), folder=tmp_path / "run") as run:
+    with runs.opened(*typed, folder=tmp_path / "run") as run:
         metrics = train(run).metrics
         rows, indices = run.train.fetch.source.train, run.validation.fetch.order.indices
         with inference(run) as forward:
@@ -205,28 +158,24 @@ def test_each_of_several_targets_has_its_own_scale(tmp_path: Path, loss: str) ->
     loss_due = (errors / sizes["target_deviation"]).mean()
     assert metrics["val/loss"] == pytest.approx(loss_due, rel=1e-4)
     job = "job=evaluate", "evaluate.export=export", f"checkpoint.resume={tmp_path / 'run'}"
-    (tmp_path / "out").mkdir()
-    again = evaluate_job(compose([*typed, *job]), tmp_path / "out").metrics
+    again = evaluate_job(runs.config(*typed, *job), tmp_path / "out").metrics
     assert again["val/loss"] == pytest.approx(loss_due, rel=1e-4)
     exported = tmp_path / "out" / "exports"
     assert json.loads((exported / "preprocessing.json").read_text())["sizes"] == sizes
 
 
-def test_a_run_of_an_earlier_version_keeps_its_one_scale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_run_keeps_its_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     y, typed = unlike_targets(tmp_path, "schedule=constant")
     whole, half = tmp_path / "whole", tmp_path / "half"
     with monkeypatch.context() as earlier:
         earlier.setattr(target_scale, "target_columns", lambda target: [target])
         for folder, steps in ((whole, 60), (half, 30)):
-            with build(compose([*typed, f"training.steps={steps}"]), folder=folder) as run:
-                train(run)
+            runs.trained(*typed, f"training.steps={steps}", folder=folder)
         predicted = predictions(half)
     [file, *_] = half.rglob("preprocessing.json")
     assert isinstance(json.loads(file.read_text())["sizes"]["target_mean"], float)
     np.testing.assert_array_equal(predictions(half), predicted)
-    with build(compose([*typed, f"checkpoint.resume={half}"]), folder=tmp_path / "on") as run:
+    with runs.opened(*typed, f"checkpoint.resume={half}", folder=tmp_path / "on") as run:
         train(run)
         assert run.sizes.target_mean == pytest.approx(y[run.train.fetch.source.train].mean())
     np.testing.assert_array_equal(predictions(tmp_path / "on"), predictions(whole))
@@ -278,9 +227,9 @@ def test_columns_of_labels_are_said_and_learned_by_a_loss_for_them(tmp_path: Pat
     y = np.stack([X > 0, X > 1], 1).astype(np.int64)
     np.savez(tmp_path / "labels.npz", x=X.astype(np.float32)[:, None], y=y)
     path = f"data.path={tmp_path / 'labels.npz'}"
-    typed = ["data=arrays", path, "model=mlp", *runs.QUICK, "training.steps=60"]
+    typed = ["data=arrays", path, "model=mlp", "training.steps=60"]
     advice = "objective._target_=torch.nn.BCEWithLogitsLoss"
-    with build(compose(typed)) as run:
+    with runs.opened(*typed) as run:
         [notice] = [choice for choice in run.choices if choice.is_notice]
         assert (notice.key, notice.value) == ("data.target", "standardised")
         assert notice.reason.startswith("integers taken as numbers; ")
@@ -289,11 +238,10 @@ def test_columns_of_labels_are_said_and_learned_by_a_loss_for_them(tmp_path: Pat
         train(run)
         assert len([choice for choice in run.choices if advice in choice.reason]) == 1
     for said in (advice, "data.task=regression"):
-        with build(compose([*typed, said])) as run:
+        with runs.opened(*typed, said) as run:
             assert not [choice for choice in run.choices if choice.is_notice]
     own = advice, "optimizer.lr=0.01", "checkpoint=default"
-    with build(compose([*typed, *own]), folder=tmp_path / "run") as run:
-        train(run)
+    runs.trained(*typed, *own, folder=tmp_path / "run")
     with load(tmp_path / "run") as model:
         columns = model.predict(torch.from_numpy(X.astype(np.float32)[:, None]))
     probabilities = np.stack([columns["prediction 0"], columns["prediction 1"]], 1)
@@ -301,20 +249,16 @@ def test_columns_of_labels_are_said_and_learned_by_a_loss_for_them(tmp_path: Pat
 
 
 def test_classes_and_losses_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    words = table(tmp_path, y=["no", "yes"] * 100)
-    with pytest.raises(
-        ConfigError, match=r"^data.target_transform: log is for numbers, but .*clas"
-    ):
-        build(compose([*words, "data.target_transform=log"]))
-    poisson = "objective._target_=torch.nn.PoissonNLLLoss"
-    with pytest.raises(ConfigError, match=r"^data.target_transform: .*PoissonNLLLoss, which appl"):
-        build(compose([*table(tmp_path), "data.target_transform=log", poisson]))
+    words = table(tmp_path, "words.csv", y=["no", "yes"] * 100)
+    poisson = [*table(tmp_path), "objective._target_=torch.nn.PoissonNLLLoss"]
+    for typed, says in ((words, "log is for numbers, but .*clas"), (poisson, ".*PoissonNLLLoss")):
+        with pytest.raises(ConfigError, match=f"^data.target_transform: {says}"):
+            runs.opened(*typed, "data.target_transform=log").__enter__()
 
 
 def test_small_predictions_are_not_rounded_to_zero(tmp_path: Path) -> None:
     typed = [*table(tmp_path, y=[*(PRICES * 1e-12)]), "data.target_transform=log"]
-    with build(compose(typed), folder=tmp_path / "run") as run:
-        train(run)
+    runs.trained(*typed, folder=tmp_path / "run")
     with load(tmp_path / "run") as model:
         low, high = model.predict({"x": [-0.5, 0.5]})["prediction"]
     assert 1e-11 < low < high < 1e-8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,18 +23,13 @@ from runner import rooms
 from runner.core.config.aliases import TORCH_OPTIMIZERS
 from runner.core.config.composing import compose, compose_raw, typed
 from runner.core.config.groups import CONF, default_options, group_options
-from runner.core.config.run_config import (
-    RunConfig,
-    WrittenConfig,
-    config_hash,
-    validate_config,
-)
+from runner.core.config.run_config import RunConfig, WrittenConfig, config_hash, validate_config
 from runner.core.errors import ConfigError, SecurityError, UsageError
 from runner.core.schemas import data as data_config
 from runner.core.schemas import models as model_config
 from runner.core.schemas.jobs import JobKind
 from runner.core.security import secrets
-from tests import composed
+from tests import composed, runs
 
 NEEDS = {
     ("data", "stdlib_text"): ["model=gpt"],
@@ -90,11 +84,9 @@ def test_every_part_has_a_group_and_every_kind_an_option_with_a_comment() -> Non
 
 
 def test_the_defaults_read_from_the_file_are_those_that_hydra_takes() -> None:
-    choices = compose_raw([], hydra_too=True).hydra.runtime.choices
-    assert {
-        k: str(v or "null") for k, v in choices.items() if k in default_options()
-    } == default_options()
-    assert set(default_options()) == set(group_options())
+    choices, ours = compose_raw([], hydra_too=True).hydra.runtime.choices, default_options()
+    assert {k: str(v or "null") for k, v in choices.items() if k in ours} == ours
+    assert set(ours) == set(group_options())
 
 
 def test_levels_switch_on_what_they_say() -> None:
@@ -144,9 +136,7 @@ def test_the_name_tells_data_and_model_also_when_the_model_is_foreign() -> None:
         (["optimizer.lr=nan"], r"^optimizer\.lr: "),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_key_and_a_way_out(
-    overrides: list[str], says: str
-) -> None:
+def test_what_cannot_run_is_refused_with_key_and_a_way_out(overrides: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         compose(overrides)
     assert "\n" not in str(refused.value)
@@ -167,13 +157,9 @@ def test_limits_on_tables_do_not_change_the_hash() -> None:
 
 
 def test_the_hash_is_the_same_in_every_process(default: RunConfig) -> None:
-    code = (
-        "from runner.core.config.composing import compose;"
-        "from runner.core.config.run_config import config_hash;"
-        "print(config_hash(compose()))"
-    )
-    got = subprocess.check_output([sys.executable, "-c", code], cwd=CONF.parent, text=True)
-    assert got.strip() == config_hash(default)
+    code = "from runner.core.config import run_config; from runner import compose\n"
+    printed = runs.printed_by(f"{code}print(run_config.config_hash(compose()))")
+    assert printed.strip() == config_hash(default)
 
 
 def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -> None:
@@ -186,9 +172,7 @@ def test_the_hash_sees_every_value_that_shapes_the_numbers(default: RunConfig) -
     assert len({config_hash(default), *hashes}) == len(overrides) + 1
 
 
-def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
-    default: RunConfig,
-) -> None:
+def test_what_leaves_the_numbers_leaves_the_hash_and_hooks_do_not(default: RunConfig) -> None:
     same = config_hash(default)
     alone = "name=other job=doctor checkpoint.resume=auto monitoring=quiet debug=anomaly"
     trusting = ["security.trusted=[my_package]", "debug.capture.at_most=0"]
@@ -198,15 +182,7 @@ def test_what_leaves_the_numbers_alone_leaves_the_hash_and_hooks_do_not(
     assert json.loads(json.dumps(WrittenConfig(default).plain())) == WrittenConfig(default).plain()
 
 
-def test_flat_names_keys_as_they_are_typed(default: RunConfig) -> None:
-    found = WrittenConfig(default).flat()
-    assert found["optimizer.lr"] == 0.001
-    assert found["schedule.kind"] == "cosine"
-    assert found["optimization.fused_optimizer.enabled"] is True
-    assert found["optimizer.options"] == {}
-
-
-def test_threads_compose_what_they_would_alone(
+def test_threads_compose_as_they_would_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ConfigStore.instance().repo
@@ -266,10 +242,7 @@ main()
 def test_composing_in_a_job_of_another_hydra_application_leaves_it_alone(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("a: 1\n")
     (tmp_path / "mine.py").write_text(MAIN)
-    done = subprocess.run(
-        [sys.executable, "mine.py", "a=7"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-    )  # fmt: skip
+    done = runs.python("mine.py", "a=7", folder=tmp_path)
     assert done.stdout == "left alone\n", done.stderr
 
 
@@ -339,27 +312,20 @@ def test_the_caller_s_own_technique_objects_need_no_trust() -> None:
     validate_config(config, user_techniques=["mine.Own"])
 
 
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "a list": (
-        lambda: runner.build(["seed=3"]),
-        r"build: config must come from compose.*, got list",
-    ),  # type: ignore[arg-type]
-    "one text": (
-        lambda: compose("training.steps=3"),
-        r"compose: overrides must be a list, got a string; use",
-    ),
-    "numbers": (lambda: compose([3]), r"compose: overrides must be a list of strings"),  # type: ignore[list-item]
-    "another": (lambda: typed(OmegaConf.create({"a": 1})), "config: is not a run config"),
-    "no run": (lambda: runner.train(compose([])), r"train: takes a run, not a RunConfig: with bu"),  # type: ignore[arg-type]
-    "no run either": (lambda: runner.evaluate([]), r"evaluate: takes a run, not a list"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_an_argument_of_the_wrong_kind_is_one_line(what: str) -> None:
-    call, says = WRONG[what]
+@pytest.mark.parametrize(
+    ("call", "argument", "says"),
+    [
+        (runner.build, ["seed=3"], "build: config must come from compose.*, got list"),
+        (compose, "training.steps=3", "compose: overrides must be a list, got a string; use"),
+        (compose, [3], "compose: overrides must be a list of strings"),
+        (typed, OmegaConf.create({"a": 1}), "config: is not a run config"),
+        (runner.train, OmegaConf.create(), "train: takes a run, not a DictConfig: with bu"),
+        (runner.evaluate, [], "evaluate: takes a run, not a list"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(call: Callable[[Any], Any], argument: Any, says: str) -> None:
     with pytest.raises(UsageError, match=f"^{says}"):
-        call()
+        call(argument)
 
 
 def test_a_folder_may_be_a_text(tmp_path: Path) -> None:

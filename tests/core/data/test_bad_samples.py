@@ -29,6 +29,7 @@ from runner.datasets import images
 from runner.datasets.images import ImageFolder
 from runner.datasets.predict import predict_batches
 from runner.datasets.text import text
+from tests import runs
 from tests.faults import processes
 from tests.faults.modes import typed
 from tests.runs import OURS, opened
@@ -132,9 +133,6 @@ def test_too_large_a_share_ends_the_run_and_names_some() -> None:
     assert "ValueError: sample" in message and "and 18 more; correct them, or raise" in message
 
 
-# -- kinds of data ---------------------------------------------------------------------------------
-
-
 def pictures(root: Path) -> set[str]:
     """Two classes of images, five of them damaged; their names."""
     draw = np.random.default_rng(0)
@@ -162,6 +160,8 @@ def test_images_that_cannot_be_decoded_are_left_out_counted_and_named(tmp_path: 
         summary = train(run)
     assert summary.status == "done" and summary.faults["bad_samples"] == 4
     assert summary.faults.keys() <= {"bad_samples", "constant_output"}  # after two epochs
+    (fault,) = runs.faults(tmp_path / "run", "bad_samples")
+    assert fault["category"] == "data" and fault["message"].startswith("4 of 59 left out")
     (said,) = [c for c in summary.choices if c.key == "data.bad_samples"]
     root, problems = f"{tmp_path / 'data'}/", said.reason.split("; ")
     assert said.value == "4 of 59 left out" and said.is_notice
@@ -262,14 +262,9 @@ def test_what_the_machine_lacks_is_no_fault_of_a_sample() -> None:
         fetch_usable(source, np.arange(8), seeds, np.arange(40))
 
 
-# -- the same after a kill, and with any number of workers -----------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not fork_server.available(), reason="forks on Linux alone")
-def test_a_killed_run_leaves_out_the_same_samples_with_any_number_of_workers(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_run_leaves_out_the_same_samples_with_any_workers(tmp_path: Path) -> None:
     from tests.faults.end_state import end_state
 
     processes.serve()

@@ -15,6 +15,7 @@ from tests import runs
 from tests.core.data.test_split import N, arguments, cells, opened, write
 
 FOLDS = 4
+FIRST = (f"data.folds={FOLDS}", "data.fold=1")
 
 
 def folds(path: Path, *overrides: str) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -57,16 +58,14 @@ def test_groups_of_all_sizes_make_folds_of_one_size() -> None:
 def test_a_fold_of_time_is_trained_on_earlier_rows_alone(tmp_path: Path) -> None:
     path = write(tmp_path)
     days = cells(path, "day")
-    parts = folds(path, "data.split=time", "data.split_by=day", "data.ignore=[day]")
+    by = "data.split=time", "data.split_by=day", "data.ignore=[day]"
+    parts = folds(path, *by)
     for number, (train, held_out) in enumerate(parts):
         assert max(days[train]) < min(days[held_out])
         if number:  # what was held out before is trained on now
             assert set(train) == {*parts[number - 1][0], *parts[number - 1][1]}
     assert max(days[parts[-1][1]]) == max(days)
-    by = "data.split=time", "data.split_by=day", "data.ignore=[day]"
-    chosen = next(
-        c for c in opened(path, *by, "data.folds=4", "data.fold=1")[1] if c.key == "data.folds"
-    )
+    (chosen,) = [c for c in opened(path, *by, *FIRST)[1] if c.key == "data.folds"]
     assert chosen.value == "expanding window" and " later ones not used" in chosen.reason
     with pytest.raises(DataError, match="too few values"):
         fold_times(np.array([1, 1, 1, 2]), (0, 3))

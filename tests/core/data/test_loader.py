@@ -121,22 +121,12 @@ def test_a_request_that_cannot_be_met_is_reported(load: Load) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_on_a_gpu_are_those_of_the_cpu(workers: int, same: Same) -> None:
-    from runner.core.data.loader import make_loader
-
+def test_batches_on_a_gpu_are_those_of_the_cpu(workers: int, load: Load, same: Same) -> None:
     source = digits(Digits())
     cpu, cuda = (
-        make_loader(
-            source, source.train, batch_size=32, seed=0, config=config(workers=workers),
-            device=torch.device(kind), shuffle=True, repeat=True,
-            augment=True,
-        )
+        load(source, config(workers=workers), device=torch.device(kind)).batches(0)
         for kind in ("cpu", "cuda")
-    )  # fmt: skip
-    try:
-        for here, there in islice(zip(cpu.batches(0), cuda.batches(0), strict=True), 50):
-            assert there[0].device.type == "cuda"
-            assert same(here, tuple(x.cpu() for x in there))
-    finally:
-        cpu.close()
-        cuda.close()
+    )
+    for here, there in islice(zip(cpu, cuda, strict=True), 50):
+        assert there[0].device.type == "cuda"
+        assert same(here, tuple(x.cpu() for x in there))

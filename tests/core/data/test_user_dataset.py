@@ -42,8 +42,12 @@ class Made:
         return self.make(index)
 
 
+def adapted(dataset: Any, name: str = "my_package.Made") -> UserDataset:
+    return UserDataset(dataset, name, DataConfig(kind="own"))
+
+
 def opened(make: Callable[[int], Any], samples: int = 20, **attributes: Any) -> UserDataset:
-    return UserDataset(Made(make, samples, **attributes), "my_package.Made", DataConfig(kind="own"))
+    return adapted(Made(make, samples, **attributes))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.004])
@@ -103,23 +107,35 @@ def test_what_the_data_set_states_goes_first() -> None:
 
 def test_labels_in_an_attribute_save_the_scan() -> None:
     dataset = Made(features, targets=[0, 6] * 10)
-    source = UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
+    source = adapted(dataset)
     assert (source.sizes.classes, dataset.asked) == (7, [0, 1, 2, 3])  # which are timed
     assert "largest of my_package.Made.targets" in source.choices[0].reason
 
 
+TOKENS, MASKED = torch.tensor([0, 1, 2]), torch.tensor([1, -100, 2])
+
+
 @pytest.mark.parametrize(
-    ("odd", "problem"),
+    ("usual", "odd", "stated", "problem"),
     [
-        (torch.zeros(4), r"inputs is float32 of shape \[4\].*float32 of shape \[3\]"),
-        (torch.zeros(3, dtype=torch.float64), r"inputs is float64 of shape.*must match"),
+        ((torch.zeros(3), 1), (torch.zeros(4), 1), {"classes": 2},
+         r"sample 7: inputs is float32 of shape \[4\].*float32 of shape \[3\]"),
+        ((torch.zeros(3), 1), (torch.zeros(3).double(), 1), {"classes": 2},
+         "sample 7: inputs is float64 of shape.*must match"),
+        ((torch.zeros(3), 1), (torch.zeros(3), 4), {"classes": 4}, "sample 7: 4 is not in 0 to 3"),
+        ((torch.zeros(3), 1), (torch.zeros(3), -1), {"classes": 4}, "sample 7: -1 is not in 0 to"),
+        ((TOKENS, MASKED), (torch.tensor([0, 1, 9]), MASKED), {"vocab": 5},
+         "inputs of sample 7: 9 is not in 0 to 4.*`vocab`"),
     ],
-    ids=["shape", "double"],
-)
-def test_a_sample_unlike_the_others_is_named(odd: torch.Tensor, problem: str) -> None:
-    source = opened(lambda i: (odd if i == 7 else torch.zeros(3), i % 2), classes=2)
-    with pytest.raises(DataError, match=rf"sample 7: {problem}"):
-        source.fetch(np.arange(20), None)
+    ids=["shape", "double", "label", "negative label", "token"],
+)  # fmt: skip
+def test_a_sample_unlike_the_others_or_out_of_range_is_named(
+    usual: Any, odd: Any, stated: dict[str, int], problem: str
+) -> None:
+    source = opened(lambda i: odd if i == 7 else usual, **stated)
+    assert torch.equal(source.fetch(np.arange(7), None)[1][6], torch.as_tensor(usual[1]))
+    with pytest.raises(DataError, match=problem):
+        source.fetch(np.arange(5, 15), None)
 
 
 class AtOnce(Made):
@@ -132,7 +148,7 @@ class AtOnce(Made):
 
 def test_a_batch_is_read_at_once_where_the_data_set_can() -> None:
     dataset = AtOnce(features, targets=[0, 3] * 10)
-    source = UserDataset(Subset(dataset, range(20)), "Subset", DataConfig(kind="own"))
+    source = adapted(Subset(dataset, range(20)))
     dataset.asked.clear()
     inputs, target = source.fetch(np.array([3, 9, 4]), None)
     assert dataset.asked == [3]
@@ -145,11 +161,9 @@ def test_torchs_own_wrappers_keep_the_seed_of_each_sample() -> None:
     pairs = StackDataset(noise, labels)
     for wrapped in (pairs, Subset(pairs, range(20))):
         wrapped.sizes = {"task": "classification", "in_features": 3, "classes": 2}
-        source = UserDataset(wrapped, "wrapped", DataConfig(kind="own"))
-        batches = [
-            source.fetch(np.array(indices), np.array(indices, np.uint64))[0]
-            for indices in ([1, 2, 5], [7, 5])
-        ]
+        source = adapted(wrapped)
+        one, other = (np.array(indices) for indices in ([1, 2, 5], [7, 5]))
+        batches = [source.fetch(part, part.astype(np.uint64))[0] for part in (one, other)]
         assert torch.equal(batches[0][-1], batches[1][-1])
 
 
@@ -164,7 +178,7 @@ def test_torchs_own_wrappers_keep_the_seed_of_each_sample() -> None:
 )
 def test_faults_of_a_batch_that_is_read_at_once(answer: Any, problem: str) -> None:
     dataset = AtOnce(features, sizes={"in_features": 3, "classes": 4})
-    source = UserDataset(dataset, "my_package.Made", DataConfig(kind="own"))
+    source = adapted(dataset)
     dataset.__class__ = type("Broken", (AtOnce,), {"__getitems__": lambda _, i: answer(i)})
     with pytest.raises(DataError, match=problem):
         source.fetch(np.array([1, 2, 3]), None)
@@ -172,9 +186,7 @@ def test_faults_of_a_batch_that_is_read_at_once(answer: Any, problem: str) -> No
 
 def test_a_sample_that_fails_in_a_batch_read_at_once_is_the_one_left_out() -> None:
     dataset = AtOnce(lambda i: features(i if i != 9 else 1 // 0), classes=4)
-    source = UserDataset(
-        dataset, "my_package.Made", DataConfig(kind="own", bad_samples=BadSamples.drop)
-    )
+    source = UserDataset(dataset, "Made", DataConfig(kind="own", bad_samples=BadSamples.drop))
     usable = fetch_usable(source, np.array([3, 9, 4]), None, np.arange(20))
     assert usable.indices.tolist() == [3, 4]
     assert "sample 9: ZeroDivisionError" in usable.bad[9]
@@ -184,24 +196,6 @@ def test_a_sample_that_reads_torchs_seed_gets_its_own() -> None:
     source = opened(lambda i: (torch.full((2,), float(torch.initial_seed() % 1000)), i % 2))
     seeds = np.array([5, 6, 7], np.uint64)
     assert source.fetch(np.arange(3), seeds)[0][:, 0].tolist() == [5.0, 6.0, 7.0]
-
-
-@pytest.mark.parametrize("label", [4, -1])
-def test_a_label_out_of_range_is_named(label: int) -> None:
-    source = opened(lambda i: (torch.zeros(3), label if i == 9 else i % 4), classes=4)
-    with pytest.raises(DataError, match=rf"sample 9: {label} is not in 0 to 3"):
-        source.fetch(np.arange(5, 15), None)
-
-
-def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
-    def make(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        target = torch.tensor([1, -100, 2])
-        return torch.tensor([0, 1, 9 if index == 4 else 2]), target
-
-    source = opened(make, vocab=5)
-    assert source.fetch(np.arange(3), None)[1][0, 1] == -100
-    with pytest.raises(DataError, match=r"inputs of sample 4: 9 is not in 0 to 4.*`vocab`"):
-        source.fetch(np.arange(3, 6), None)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +210,7 @@ def test_a_token_out_of_range_is_named_and_masked_targets_pass() -> None:
         (lambda i: (torch.zeros(4, dtype=torch.complex64), 1), "complex64.*sizes = {'task'"),
     ],
 )
-def test_samples_that_cannot_be_used_are_refused_at_opening(
-    make: Callable[[int], Any], problem: str
-) -> None:
+def test_unusable_samples_are_refused_at_opening(make: Callable[[int], Any], problem: str) -> None:
     with pytest.raises(DataError, match=problem):
         opened(make)
 
@@ -229,7 +221,7 @@ def test_a_class_that_is_no_data_set_is_refused() -> None:
             return iter(())
 
     with pytest.raises(ConfigError, match=r"data._target_: my_package.Stream has no __len__"):
-        UserDataset(Stream(), "my_package.Stream", DataConfig(kind="own"))
+        adapted(Stream(), "my_package.Stream")
     with pytest.raises(DataError, match="my_package.Made: 0 samples"):
         opened(features, samples=0)
 
@@ -288,12 +280,8 @@ def kept_generators() -> list[Any]:
     ]  # fmt: skip
 
 
-def keeper(place: Any) -> UserDataset:
-    return UserDataset(Keeper(place), "my_package.Keeper", DataConfig(kind="own"))
-
-
 def test_each_generator_that_a_data_set_keeps_is_seeded_for_each_sample_and_restored() -> None:
-    source, again = keeper(kept_generators()), keeper(kept_generators())
+    source, again = (adapted(Keeper(kept_generators())) for _ in range(2))
     before = comparable(get_states(source.generators))
     both = np.array([5, 2])
     seeds = sample_seeds(0, 3, both)
@@ -340,7 +328,7 @@ def test_a_batch_read_at_once_seeds_the_kept_generators_by_its_first_sample() ->
         def __getitems__(self, indices: list[int]) -> list[Any]:
             return [self[index] for index in indices]
 
-    source = UserDataset(AtOnce([np.random.default_rng(0)]), "own.AtOnce", DataConfig(kind="own"))
+    source = adapted(AtOnce([np.random.default_rng(0)]))
     batch = np.array([4, 7])
     x, _ = source.fetch(batch, batch.astype(np.uint64))
     rng = np.random.default_rng(mix(4, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import os
 import signal
@@ -20,7 +19,6 @@ import psutil
 import pytest
 import torch
 
-from runner import train
 from runner.core.data.loader import BatchLoader, make_loader
 from runner.core.data.user_dataset import UserDataset
 from runner.core.data.workers import receive_batch, send_batch
@@ -110,11 +108,6 @@ def test_a_worker_that_exits_is_an_error_and_no_short_epoch(load: Load) -> None:
         list(zip(range(10), workers(load, lambda i: os._exit(3)).batches(0), strict=False))
 
 
-def fetched(load: Load, count: int, **changes: Any) -> list[torch.Tensor]:
-    batches = workers(load, lambda i: None, count, **changes).batches(0)
-    return [batch[0].clone() for _, batch in zip(range(30), batches, strict=False)]
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=str)
 def test_a_worker_that_dies_or_stands_still_is_replaced_and_no_batch_is_lost(
     how: signal.Signals, load: Load, children: Callable[[], list[psutil.Process]]
@@ -128,10 +121,9 @@ def test_a_worker_that_dies_or_stands_still_is_replaced_and_no_batch_is_lost(
     for child in children():  # one hands over a batch, the other has one in the making
         child.send_signal(how)
     got += [batch[0].clone() for _, batch in zip(range(29), batches, strict=False)]
-    assert all(map(torch.equal, got, fetched(load, 0)))
-    what = (
-        "state T = stopped) did not respond" if how is signal.SIGSTOP else f"killed by {how.name}"
-    )
+    plain = workers(load, lambda i: None, 0).batches(0)
+    assert all(torch.equal(batch, next(plain)[0]) for batch in got)
+    what = {signal.SIGSTOP: "= stopped) did not respond"}.get(how, f"killed by {how.name}")
     assert len(lost) == 2 and all(what in str(error) for error in lost)
     assert "of epoch 0" in str(lost[0])
     for child in children():
@@ -142,49 +134,12 @@ def test_a_worker_that_dies_or_stands_still_is_replaced_and_no_batch_is_lost(
     assert children() == []
 
 
-class SignalsItself:
-    """Sends its own process a signal where it fetches one of two batches for the first time."""
-
-    def __init__(self, fetch: Callable[[Any], Any], folder: Path) -> None:
-        self.fetch, self.folder = fetch, folder
-
-    def __call__(self, key: tuple[int, int]) -> Any:
-        number = {(0, 1): signal.SIGSEGV, (1, 2): signal.SIGSTOP}.get(key)
-        if number is not None and not (self.folder / number.name).exists():
-            (self.folder / number.name).touch()
-            faulthandler.disable()
-            os.kill(os.getpid(), number)
-        return self.fetch(key)
-
-
-def test_a_run_whose_workers_were_replaced_is_the_undisturbed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(runs.TESTS)
-    typed = (*runs.NOISY, "data.workers=2", "data.timeout_s=1.5", "training.epochs=2")
-    runs.trained(*typed, folder=tmp_path / "whole")
-    with runs.opened(*typed, folder=tmp_path / "faulty") as run:
-        pool: Any = run.train.pool
-        pool.fetch = SignalsItself(pool.fetch, tmp_path)
-        summary = train(run)
-    assert summary.faults == {"data_worker": 2}
-    assert runs.rows(tmp_path / "faulty") == runs.rows(tmp_path / "whole")
-    weights = [
-        tmp_path / name / "checkpoints/last/model.safetensors" for name in ("faulty", "whole")
-    ]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    history = (tmp_path / "faulty" / "debug" / "history.json").read_text()
-    assert "killed by SIGSEGV" in history and "did not respond" in history
-
-
 def test_a_hung_worker_is_an_error_when_its_time_is_up(
     load: Load, children: Callable[[], list[psutil.Process]]
 ) -> None:
     loader = workers(load, lambda i: time.sleep(600), timeout_s=0.3, worker_restarts=0)
-    with pytest.raises(
-        WorkerLost,
-        match=r"did not respond for data.timeout_s=0.3 s.*of epoch 0; data.worker_restarts=0",
-    ):
+    problem = "not respond for data.timeout_s=0.3 s.*of epoch 0; data.worker_restarts=0"
+    with pytest.raises(WorkerLost, match=problem):
         list(zip(range(10), loader.batches(0), strict=False))
     loader.close()
     assert children() == []
@@ -212,9 +167,7 @@ def test_batches_in_shared_memory_keep_their_layout_and_leave_nothing_open(load:
     theirs.close()
 
 
-def test_close_leaves_no_process_behind(
-    load: Load, children: Callable[[], list[psutil.Process]]
-) -> None:
+def test_close_leaves_no_process(load: Load, children: Callable[[], list[psutil.Process]]) -> None:
     loader = workers(load, lambda i: time.sleep(600), count=3)
     next(loader.batches(0))
     assert len(children()) == 3
@@ -246,11 +199,8 @@ def private_memory() -> tuple[float, int]:
 def test_a_collection_in_a_worker_copies_nothing_of_its_parent() -> None:
     # in a new process: what the tests before have left there would count too
     code = "from tests.core.data.test_workers import private_memory; print(*private_memory())"
-    command, root = [sys.executable, "-c", code], Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
-    own_mib, frozen = map(float, done.stdout.split())
-    assert own_mib < 25  # it was 60
-    assert frozen == 0
+    own_mib, frozen = map(float, runs.printed_by(code).split())
+    assert own_mib < 25 and frozen == 0  # it was 60
 
 
 def test_signals_to_the_group_do_not_reach_workers(
@@ -266,9 +216,7 @@ def test_signals_to_the_group_do_not_reach_workers(
     assert len(children()) == 2
 
 
-def test_a_signal_handler_that_raises_cuts_the_wait_short(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_raising_signal_handler_ends_waits(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     class Enough(Exception):
         pass
 
@@ -313,10 +261,8 @@ if sys.argv[1] == "kill":
 
 @pytest.mark.parametrize("how", ["kill", pytest.param("forget", marks=pytest.mark.slow)])
 def test_workers_end_with_their_owner(how: str) -> None:
-    root = Path(__file__).parents[3]
-    owner = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, how], stdout=subprocess.PIPE, text=True, cwd=root
-    )
+    command, root = [sys.executable, "-c", SCRIPT, how], Path(__file__).parents[3]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
     assert owner.stdout is not None
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]

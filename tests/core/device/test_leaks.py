@@ -19,11 +19,8 @@ def watch(curve: Curve, steps: int) -> tuple[LeakDetector, list[Trend]]:
     detector, leaks = LeakDetector(), []
     for step in range(EVERY, steps + 1, EVERY):
         size = BASE + int(curve(step))
-        if (
-            detector.add(step, size)
-            and (leak := detector.add_after_cleaning(step, size)) is not None
-        ):
-            leaks.append(leak)
+        leak = detector.add_after_cleaning(step, size) if detector.add(step, size) else None
+        leaks += [leak] if leak else []
     return detector, leaks
 
 

@@ -41,9 +41,6 @@ def test_the_peak_of_a_small_child_is_not_its_large_parents() -> None:
     del block
 
 
-# peaks of stretches that nest and overlap
-
-
 def hold(mib: int) -> None:
     """Hold so much and let go; mapped, since earlier tests may have malloc keep what is freed."""
     with mmap.mmap(-1, mib * MIB) as block:
@@ -162,17 +159,12 @@ def test_memory_that_is_kept_is_not_faulted_in_again_and_given_back_at_the_end()
 
 @glibc
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("MALLOC_TRIM_THRESHOLD_", "1000"), ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")],
+    "setting", ["MALLOC_TRIM_THRESHOLD_=1000", "GLIBC_TUNABLES=glibc.malloc.arena_max=1"]
 )
-def test_the_environments_own_settings_win(
-    monkeypatch: pytest.MonkeyPatch, key: str, value: str
-) -> None:
-    monkeypatch.setenv(key, value)
+def test_the_environments_own_settings_win(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    monkeypatch.setenv(*setting.split("=", 1))
     with ExitStack() as scope:
-        why = allocator.keep_freed_memory(scope)
-    assert why is not None
-    assert "environment" in why
+        assert "environment" in (allocator.keep_freed_memory(scope) or "")
 
 
 def product() -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -95,9 +93,7 @@ def test_fp32_on_a_gpu_is_fp32_unless_tf32_is_requested_and_is_restored(gpu: Non
     assert torch.backends.cudnn.allow_tf32
 
 
-def test_the_technique_switches_products_and_convolutions_to_tf32_until_the_run_ends(
-    gpu: None,
-) -> None:
+def test_the_technique_switches_products_and_convolutions_to_tf32_and_back(gpu: None) -> None:
     with ExitStack() as scope:
         select_gpu(scope)
         with ExitStack() as run_scope:
@@ -139,9 +135,7 @@ def test_a_switch_that_followed_a_wider_one_follows_it_after_the_run(gpu: None) 
 
 
 @pytest.mark.parametrize("setting", [USER_SETTINGS[0], USER_SETTINGS[6]])
-def test_the_numerics_of_a_run_name_reduced_precision_and_apply_it_to_another(
-    setting: tuple[str, Any],
-) -> None:
+def test_numerics_name_reduced_precision_and_apply_to_another_run(setting: tuple[str, Any]) -> None:
     with runs.opened("optimization=none", "model=mlp", "data=digits") as run:
         plain = read_numerics(run)
         assert plain.name == "fp32"
@@ -160,9 +154,7 @@ def test_the_numerics_of_a_run_name_reduced_precision_and_apply_it_to_another(
         assert numerics.read_fp32_precision() == before
 
 
-def test_expandable_segments_are_set_without_a_deprecated_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_segments_expand_without_a_deprecated_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         monkeypatch.delenv(key, raising=False)
     settings: list[str] = []
@@ -180,6 +172,5 @@ def test_no_precision_switch_warns(gpu: None) -> None:
         "with ExitStack() as scope: numerics.set_tf32(True, scope)\n"
         "numerics.read_fp32_precision()"
     )
-    command = [sys.executable, "-W", "error", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = runs.python("-W", "error", "-c", code)
     assert result.returncode == 0 and "Warning" not in result.stderr, result.stderr

@@ -24,15 +24,8 @@ TABLE = Sizes("regression", 30, classes=2)
 TEXT = Sizes("language_modelling", classes=100, vocab=100, sequence=8)
 LABELLED = Sizes("classification", classes=6, vocab=100, sequence=8)
 
-INPUTS: dict[str, Any] = {
-    "images": torch.randn(3, 1, 8, 8),
-    "table": torch.randn(3, 30),
-    "text": torch.zeros(3, 8, dtype=torch.long),
-    "labelled": {
-        "input_ids": torch.zeros(3, 8, dtype=torch.long),
-        "attention_mask": torch.ones(3, 8, dtype=torch.long),
-    },
-}
+PIXELS, ROWS, IDS = torch.randn(3, 1, 8, 8), torch.randn(3, 30), torch.zeros(3, 8).long()
+MASKED = {"input_ids": IDS, "attention_mask": torch.ones(3, 8).long()}
 
 
 def never(target: str, key: str) -> Any:
@@ -53,9 +46,7 @@ class Frozen(nn.Module):
 
 
 def foreign(factory: Any, **arguments: Any) -> nn.Module:
-    config = MlpConfig(
-        _target_="mine.Net", width=-1, arguments=arguments
-    )  # the option's stay behind
+    config = MlpConfig(_target_="mine.Net", width=-1, arguments=arguments)  # -1: not its argument
 
     def resolve(target: str, key: str) -> Any:
         assert (target, key) == ("mine.Net", "model._target_")
@@ -65,19 +56,19 @@ def foreign(factory: Any, **arguments: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("config", "sizes", "data", "shape"),
+    ("config", "sizes", "inputs", "shape"),
     [
-        (MlpConfig(width=16), IMAGES, "images", (3, 10)),
-        (MlpConfig(width=16), TABLE, "table", (3, 2)),
-        (CnnConfig(width=4), IMAGES, "images", (3, 10)),
-        (GptConfig(width=16), TEXT, "text", (3, 8, 100)),
-        (TextClassifierConfig(width=16), LABELLED, "labelled", (3, 6)),
+        (MlpConfig(width=16), IMAGES, PIXELS, (3, 10)),
+        (MlpConfig(width=16), TABLE, ROWS, (3, 2)),
+        (CnnConfig(width=4), IMAGES, PIXELS, (3, 10)),
+        (GptConfig(width=16), TEXT, IDS, (3, 8, 100)),
+        (TextClassifierConfig(width=16), LABELLED, MASKED, (3, 6)),
     ],
 )
 def test_sizes_come_from_the_data(
-    config: ModelConfig, sizes: Sizes, data: str, shape: tuple[int, ...]
+    config: ModelConfig, sizes: Sizes, inputs: Any, shape: tuple[int, ...]
 ) -> None:
-    assert call_model(build_model(config, sizes, never), INPUTS[data]).shape == shape
+    assert call_model(build_model(config, sizes, never), inputs).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -86,26 +77,18 @@ def test_sizes_come_from_the_data(
         (GptConfig(), IMAGES, r"gpt is for language_modelling, .*_features=64.*=mlp or model=cnn"),
         (CnnConfig(), TABLE, r"cnn needs in_channels and image_size, .*regression.*use model=mlp"),
         (MlpConfig(), LABELLED, r"mlp needs in_features, .*vocab=100.*use model=classifier"),
-        (
-            MlpConfig(),
-            Sizes("classification", 4),
-            r"mlp needs classes.*in_features=4; .*model\._target_",
-        ),
+        (MlpConfig(), Sizes("classification", 4), r"mlp needs classes.*=4; .*model\._target_"),
         (MlpConfig(), Sizes("segmentation"), r"gives no sizes; set your own model"),
     ],
 )
-def test_data_that_does_not_fit_is_an_error_that_names_what_does(
-    config: ModelConfig, sizes: Sizes, says: str
-) -> None:
+def test_an_error_about_data_names_what_fits(config: ModelConfig, sizes: Sizes, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         build_model(config, sizes, never)
     assert caught.value.key == "model"
 
 
 def test_a_foreign_class_gets_its_arguments_and_the_sizes_it_names() -> None:
-    model = foreign(Net, width=3)
-    assert isinstance(model, Net)
-    assert model.sizes == (64, 10, 3)
+    assert foreign(Net, width=3).sizes == (64, 10, 3)
 
 
 @pytest.mark.parametrize(

@@ -50,27 +50,27 @@ def mask(*lengths: int) -> Tensor:
     return (torch.arange(SEQUENCE) < torch.tensor(lengths)[:, None]).long()
 
 
+def images() -> Tensor:
+    return torch.randn(5, 1, 8, 8)
+
+
+def masked() -> tuple[Tensor, Tensor]:
+    return ids(), mask(16, 3, 1, 9, 12).bool()
+
+
+def large_cnn() -> CNN:
+    return cnn(in_channels=3, image_size=32)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], tuple[int, ...]]] = {
-    "mlp over images": (lambda: mlp(dropout=0.5), lambda: torch.randn(5, 1, 8, 8), (5, 10)),
+    "mlp over images": (lambda: mlp(dropout=0.5), images, (5, 10)),
     "mlp without hidden layers": (lambda: mlp(depth=0), lambda: torch.randn(5, 64), (5, 10)),
-    "cnn 8": (cnn, lambda: torch.randn(5, 1, 8, 8), (5, 10)),
-    "cnn 32": (
-        lambda: cnn(in_channels=3, image_size=32),
-        lambda: torch.randn(4, 3, 32, 32),
-        (4, 10),
-    ),
-    "cnn deeper than the image halves": (
-        lambda: cnn(stages=5, width=4),
-        lambda: torch.randn(5, 1, 8, 8),
-        (5, 10),
-    ),
-    "gpt": (lambda: gpt(dropout=0.2), lambda: ids(), (5, SEQUENCE, VOCAB)),
-    "classifier": (lambda: classifier(dropout=0.1), lambda: ids(), (5, 6)),
-    "classifier with a mask": (
-        lambda: classifier(dropout=0.1),
-        lambda: (ids(), mask(16, 3, 1, 9, 12).bool()),
-        (5, 6),
-    ),
+    "cnn 8": (cnn, images, (5, 10)),
+    "cnn 32": (large_cnn, lambda: torch.randn(4, 3, 32, 32), (4, 10)),
+    "cnn deeper than the image halves": (lambda: cnn(stages=5, width=4), images, (5, 10)),
+    "gpt": (lambda: gpt(dropout=0.2), ids, (5, SEQUENCE, VOCAB)),
+    "classifier": (lambda: classifier(dropout=0.1), ids, (5, 6)),
+    "classifier with a mask": (lambda: classifier(dropout=0.1), masked, (5, 6)),
 }
 
 
@@ -91,8 +91,7 @@ def test_a_gradient_reaches_every_parameter(case: str, precision: str) -> None:
     F.cross_entropy(logits, torch.arange(len(logits)) % shape[-1]).backward()
     assert list(model.parameters())
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().sum() > 0, name
 
 

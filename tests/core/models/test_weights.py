@@ -56,6 +56,10 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
     """State that no fresh model has, buffers too."""
     for tensor in model.state_dict().values():
         tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) / 64 + 1)
+    return copied(model)
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -77,23 +81,20 @@ def prefixed(prefix: str, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}{name}": value for name, value in weights.items()}
 
 
+def as_parameters(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {k: nn.Parameter(v, v.is_floating_point()) for k, v in weights.items()}
+
+
 SHAPES: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any]]] = {
     "safetensors": ("w.safetensors", lambda w: w),
     "lightning, compiled": ("w.ckpt", lambda w: {"state_dict": prefixed("model._orig_mod.", w)}),
     "data parallel": ("w.pth", lambda w: {"model": prefixed("module.", w), "step": 7}),
-    "parameters": (
-        "w.bin",
-        lambda w: {
-            "model_state_dict": {k: nn.Parameter(v, v.is_floating_point()) for k, v in w.items()}
-        },
-    ),
+    "parameters": ("w.bin", lambda w: {"model_state_dict": as_parameters(w)}),
 }
 
 
 @pytest.mark.parametrize("kind", SHAPES)
-def test_weights_and_buffers_are_those_of_the_file_however_they_lie_in_it(
-    kind: str, tmp_path: Path
-) -> None:
+def test_weights_and_buffers_are_those_of_a_file_of_any_shape(kind: str, tmp_path: Path) -> None:
     name, shape = SHAPES[kind]
     wanted, model = trained(Net()), Net()
     digest = saved(tmp_path / name, shape(wanted))
@@ -105,7 +106,7 @@ def test_weights_and_buffers_are_those_of_the_file_however_they_lie_in_it(
 
 def test_what_does_not_fit_is_one_error_with_names_shapes_count_and_the_way_out() -> None:
     model = Net(classes=2)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copied(model)
     held: dict[str, Any] = {**trained(Net(classes=3)), "fc.weight": torch.ones(2, 2)}
     del held["body.0.bias"]
     with pytest.raises(ConfigError, match=r"^model\.weights: x\.pt does not fit") as caught:
@@ -153,10 +154,8 @@ def test_tied_weights_are_loaded_by_either_name_and_are_tied_still() -> None:
         model = Tied()
         held = {k: v for k, v in wanted.items() if k != gone}
         model.load_state_dict(fitted(model, held).select(held))
-        assert (
-            not runs.differences(model.state_dict(), wanted)
-            and model.head.weight is model.tokens.weight
-        )
+        assert not runs.differences(model.state_dict(), wanted)
+        assert model.head.weight is model.tokens.weight
     with pytest.raises(ConfigError, match="head.weight differs from tokens.weight"):
         fitted(Tied(), {**wanted, "head.weight": torch.zeros(7, 4)})
     with pytest.raises(ConfigError, match="same tensor as tokens.weight.*name both"):
@@ -171,9 +170,6 @@ def test_what_holds_no_weights_is_refused_by_what_it_is(tmp_path: Path) -> None:
         load_initial_weights(Net(), tmp_path, [], FilePolicy())
     with pytest.raises(SecurityError, match="security=strict"):
         load_initial_weights(Net(), tmp_path / "x.pt", [], FilePolicy(SecurityLevel.strict))
-
-
-# -- in a run ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -198,11 +194,9 @@ def drawn() -> list[Any]:
     return [torch.rand(2).tolist(), random.random(), np.random.rand()]
 
 
-def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_moves(
-    first: Path,
-) -> None:
+def test_a_fresh_head_has_its_usual_values_and_no_random_state_moves(first: Path) -> None:
     with build(compose(QUIET)) as run:
-        plain = {k: v.clone() for k, v in run.model.state_dict().items()}
+        plain = runs.weights(run)
         with run.own_random_state():
             numbers = drawn()
     config = [*QUIET, f"model.weights={first}", "model.weights_except=[layers.4]"]
@@ -220,9 +214,7 @@ def test_a_fresh_head_has_the_values_that_it_would_have_had_and_no_random_state_
         assert torch.equal(value, (plain if name.startswith("layers.4") else before)[name])
 
 
-def test_a_resumed_run_ends_in_the_same_bits_and_does_not_read_the_weights_again(
-    first: Path,
-) -> None:
+def test_a_resumed_run_ends_in_the_same_bits_without_reading_the_weights(first: Path) -> None:
     config = [*QUIET, f"model.weights={first}", "checkpoint.resume=auto"]
     with build(compose(config), Path("outputs/runs/second/whole")) as run:
         train(run)
@@ -249,9 +241,7 @@ def test_checkpoint_resume_wins_and_weights_alone_are_evaluated(
     assert metrics["val/loss"] == Summary.read(first).metrics["val/loss"]
 
 
-def test_a_bad_step_is_opened_again_once_the_weights_are_gone(
-    first: Path, my_package: None
-) -> None:
+def test_a_bad_step_is_opened_again_without_the_weights(first: Path, my_package: None) -> None:
     noisy = ["data._target_=my_package.Noisy", "+data.poison=[50,90]"]
     ours = [*QUIET, *noisy, "security.trusted=[my_package]", "checks=off"]
     with build(compose(ours)) as run:
@@ -282,14 +272,11 @@ def test_a_run_of_another_tree_is_looked_at_and_a_damaged_one_refused(
             build(compose([*QUIET, f"model.weights={path}"]))
 
 
-def test_a_file_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_and_exceptions_without_weights_name_their_keys() -> None:
     with pytest.raises(ConfigError, match=r"^model\.weights: .*w\.pt does not exist"):
-        build(compose([*QUIET, f"model.weights={tmp_path / 'w.pt'}"]))
+        build(compose([*QUIET, "model.weights=w.pt"]))
     with pytest.raises(ConfigError, match=r"^model\.weights_except: .*add model\.weights="):
         compose(["model.weights_except=[head]"])
-
-
-# -- folders as Hugging Face keeps them ----------------------------------------------------------
 
 
 def cached(folder: Path, files: dict[str, bytes]) -> Path:
@@ -350,7 +337,7 @@ def test_the_shards_of_a_snapshot_are_loaded_one_at_a_time(
     assert "pinned; 9 tensors; in 3 shards" in choice.reason
     assert most == 3  # of the nine
     other = Net(classes=2)
-    before = {name: value.clone() for name, value in other.state_dict().items()}
+    before = copied(other)
     with pytest.raises(ConfigError, match=r"head.weight has shape \[3, 5\], expected \[2, 5\]"):
         load_initial_weights(other, snapshot, [], FilePolicy(pinned=tuple(digests)))
     assert not runs.differences(other.state_dict(), before)

@@ -42,9 +42,7 @@ ONE, TWO = torch.tensor(1.5), torch.tensor(2.0)
         ((torch.ones(3), torch.tensor(1)), None),  # a count
     ],
 )
-def test_the_loss_of_an_output_is_its_loss_a_number_or_the_sum_of_a_dict(
-    output: Any, loss: float | None
-) -> None:
+def test_the_loss_is_that_of_an_output_a_number_or_a_sum(output: Any, loss: float | None) -> None:
     objective = ModelLossObjective("regression")
     if loss is None:
         assert find_loss(output) is None
@@ -102,6 +100,8 @@ def test_a_loss_in_training_mode_alone_has_no_val_loss_and_needs_metrics() -> No
 class Copies:
     """Tokens with the labels of transformers' collators: the tokens themselves, some ignored."""
 
+    sizes: Any = {"task": "language_modelling", "vocab": 16, "sequence": 12}
+
     def __init__(self) -> None:
         steps = torch.arange(40)[:, None] % 3 + 1
         self.ids = (torch.arange(12) * steps + torch.arange(40)[:, None]) % 16
@@ -115,12 +115,6 @@ class Copies:
         return {"input_ids": self.ids[index], "labels": labels}
 
 
-def copies(**attributes: Any) -> UserDataset:
-    dataset = Copies()
-    dataset.sizes = {"task": "language_modelling", "vocab": 16, "sequence": 12}
-    return UserDataset(dataset, "Copies", DataConfig())
-
-
 def decoder() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -131,7 +125,7 @@ def decoder() -> nn.Module:
 
 @pytest.mark.parametrize("micro_batch", [8, 3])
 def test_a_language_model_with_labels_inside_trains_its_own_loss(micro_batch: int) -> None:
-    given = Components(model=decoder(), data=copies())
+    given = Components(model=decoder(), data=UserDataset(Copies(), "Copies", DataConfig()))
     parts = ("schedule=constant", "optimizer=sgd", "stability.clip_norm=null", "optimizer.lr=0.1")
     more = (*parts, f"training.micro_batch={micro_batch}", "optimizer.weight_decay=0")
     with build(runs.config(*OFF, *more), given=given) as run:
@@ -139,8 +133,7 @@ def test_a_language_model_with_labels_inside_trains_its_own_loss(micro_batch: in
         plain = decoder()
         optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
         options = run.update.optimizer.param_groups[0]
-        optimizer.param_groups[0]["momentum"] = options["momentum"]
-        optimizer.param_groups[0]["nesterov"] = options["nesterov"]
+        optimizer.param_groups[0].update({k: options[k] for k in ("momentum", "nesterov")})
         batches = [run.train.at(step)[0] for step in range(6)]
         metrics = train(run).metrics
         for batch in batches:
@@ -169,9 +162,7 @@ class Positional(nn.Module):
     ("inputs", "expected"),
     [(1, {"idx": 1, "targets": 9}), ((1, 2), {"idx": 1, "mask": 2, "targets": 9})],
 )
-def test_a_target_becomes_the_parameter_of_forward_that_is_named_for_it(
-    inputs: Any, expected: dict[str, int]
-) -> None:
+def test_a_target_becomes_the_parameter_named_for_it(inputs: Any, expected: dict[str, int]) -> None:
     add_target = TargetInput.of(Positional(), None)
     assert add_target is not None
     assert add_target((inputs, 9)) == (expected, 9)
@@ -181,7 +172,7 @@ def test_a_target_becomes_the_parameter_of_forward_that_is_named_for_it(
 
 def test_a_classifier_with_labels_keeps_the_objective_of_its_task(tmp_path: Path) -> None:
     class Rows(Copies):
-        classes = 3
+        classes, sizes = 3, None
 
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"input_ids": self.ids[index], "labels": index % 3}

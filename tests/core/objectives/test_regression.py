@@ -49,12 +49,9 @@ def test_one_number_a_sample_is_compared_sample_by_sample(
 ) -> None:
     x, y = torch.randn(8), torch.randn(8)
     expected = float((x - y).square().mean())
-    objective = RegressionObjective()
-    loss = objective(x.view(output), y.view(target))
-    assert loss.shape == ()
-    assert float(loss) == pytest.approx(expected)
-    sums = objective.batch_sums(x.view(output), y.view(target))
-    assert objective.metrics(sums)["mse"] == pytest.approx(expected)
+    objective, batch = RegressionObjective(), (x.view(output), y.view(target))
+    assert objective(*batch).shape == () and float(objective(*batch)) == pytest.approx(expected)
+    assert objective.metrics(objective.batch_sums(*batch))["mse"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from runner.core.objectives.named_metrics import build_metrics, build_user_metri
 from runner.core.schemas.models import ObjectiveConfig
 from tests import my_package
 from tests.core.objectives.sums import CUTS, measured
-from tests.runs import OURS, opened, rows
+from tests.runs import OURS, command, opened, rows
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
@@ -126,9 +125,7 @@ class _Misspelt(my_package.Spread):
 
 
 @pytest.mark.parametrize("metric", [lambda o, t: o.no_such_name, _Misspelt])
-def test_an_error_of_a_metric_names_it_and_its_line_in_place_of_the_check_before_step_1(
-    metric: Any,
-) -> None:
+def test_an_error_of_a_metric_names_it_and_its_line_and_not_the_check(metric: Any) -> None:
     with opened(*SMALL) as run:
         run.objective.named = (build_user_metrics(["mine.metric"], run.sizes, lambda *_: metric),)
         with pytest.raises(ConfigError, match="^objective.metrics: metric raised Attr") as raised:
@@ -184,9 +181,7 @@ def test_class_names_reach_a_loss_whose_constructor_names_them() -> None:
 
 def test_the_command_line_takes_one_name_without_brackets(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def share(output, target):\n    return 0.25\n")
-    command = [sys.executable, "-m", "runner", "model.width=8", "training.steps=2", "device=cpu"]
-    asked = ["objective.metrics=mine.share", "security.trusted=mine", "monitoring=quiet"]
-    done = subprocess.run([*command, *asked], cwd=tmp_path, capture_output=True, text=True)
+    quick = ["model.width=8", "training.steps=2", "device=cpu", "monitoring=quiet"]
+    done = command(tmp_path, *quick, "objective.metrics=mine.share", "security.trusted=mine")
     assert done.returncode == 0, done.stderr
-    summary = next(tmp_path.glob("outputs/**/summary.json")).read_text()
-    assert '"val/share": 0.25' in summary
+    assert '"val/share": 0.25' in next(tmp_path.glob("outputs/**/summary.json")).read_text()

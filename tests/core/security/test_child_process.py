@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ import pytest
 
 from runner.core.process_wait import describe_exit
 from runner.core.security.child_process import ChildProcess
+from tests.runs import wait_until
 
 STARTS_ANOTHER = """
 import subprocess, sys
@@ -37,13 +37,8 @@ def started(code: str) -> Iterator[ChildProcess]:
         process.handle.stdout.close()
 
 
-def wait_until_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.02)
-    return False
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_the_end_of_a_process_is_that_of_all_its_descendants() -> None:
@@ -52,14 +47,14 @@ def test_the_end_of_a_process_is_that_of_all_its_descendants() -> None:
         other = int(process.handle.stdout.readline())
         assert process.poll() is None and process.wait(0.01) is None
     assert process.exit_code == -signal.SIGKILL
-    assert wait_until_gone(other)
+    wait_until(lambda: is_gone(other), seconds=30)
 
 
 def test_what_a_process_leaves_behind_ends_with_its_group() -> None:
     with started(STARTS_ANOTHER.format(how="", then="")) as process:
         other = int(process.handle.stdout.readline())
         assert process.wait(60) == 0 and psutil.pid_exists(other)
-    assert wait_until_gone(other)
+    wait_until(lambda: is_gone(other), seconds=30)
 
 
 def test_a_process_that_is_stopped_is_told_from_one_that_runs() -> None:
@@ -67,14 +62,9 @@ def test_a_process_that_is_stopped_is_told_from_one_that_runs() -> None:
         process.poll()
         assert process.stopped_s == 0
         process.send_signal(signal.SIGSTOP)
-        deadline = time.monotonic() + 30
-        while process.stopped_s < 0.2:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: process.stopped_s >= 0.2, process, 30)
         process.send_signal(signal.SIGCONT)
-        while process.stopped_s:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: not process.stopped_s, process, 30)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from runner.core.config.groups import CONF
 from tests import runs
 
 TRAP = "open({ran!r}, 'a').write(__name__ + ' ')\n"
@@ -38,16 +35,10 @@ SWEEP = pytest.param(["-m", "seed=0"], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("sweep", [[], SWEEP], ids=["run", "sweep"])
-def test_nothing_in_the_current_folder_stands_in_for_a_module(
-    sweep: list[str], folder: Path
-) -> None:
+def test_nothing_in_the_folder_stands_in_for_a_module(sweep: list[str], folder: Path) -> None:
     typed = "data=cancer training.steps=2 optimization=none device=cpu".split()
     model = ["model._target_=torch.nn.Linear", "+model.in_features=30", "+model.out_features=2"]
-    environment = {**os.environ, "PYTHONPATH": str(CONF.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "runner", *typed, *model, *sweep],
-        cwd=folder, env=environment, text=True, capture_output=True, timeout=120,
-    )  # fmt: skip
+    done = runs.python("-m", "runner", *typed, *model, *sweep, folder=folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert not (folder / "ran").exists()
 
@@ -63,13 +54,3 @@ def test_what_hydra_composes_by_itself_is_refused_as_well(tmp_path: Path) -> Non
                         "hydra/launcher=basic", "hydra/job_logging=default")  # fmt: skip
     assert done.returncode == 3 and "is refused: a config file may set plain" in done.stderr
     assert not (tmp_path / "ran").exists()
-
-
-def test_security_off_says_so_in_the_log_and_only_once(tmp_path: Path) -> None:
-    done = runs.command(
-        tmp_path, *"security=off data=cancer training.steps=2 optimization=none device=cpu".split()
-    )
-    assert done.returncode == 0, done.stderr
-    (log,) = (tmp_path / "outputs").rglob("run.log")
-    assert log.read_text().count("security=off") == 1
-    assert (done.stdout + done.stderr).count("security=off: configs of other people") == 1

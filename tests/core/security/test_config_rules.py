@@ -27,18 +27,18 @@ from tests.core.security.files.judging import TRAP, hostile_configs, set_traps
 
 OF_OURS = ("runner", "hydra", "omegaconf", "antlr4", "yaml", "packaging", "numpy", "psutil")
 EXPERIMENT = "# @package _global_\n"
+PRIMARY = """defaults: [/schema@_here_: run, {{/schema/data@data: digits}},
+  {{/schema/model@model: mlp}}, {}_self_]
+"""
 CHOSEN = ["--config-dir=theirs", "experiment=own"]
 TRUSTED = "security.trusted=[my_package]"
-GROWING = "".join(
-    f"    a{i}: '" + f"${{optimizer.options.a{i - 1}}}" * 12 + "'\n" for i in range(1, 9)
-)
-TREES = "".join(
-    f"    b{i}:\n" + f"      - ${{optimizer.options.b{i - 1}}}\n" * 12 for i in range(1, 9)
-)
+REFERENCES = [f"${{optimizer.options.a{i}}}" for i in range(8)]
+GROWING = "".join(f"    a{i + 1}: '{one * 12}'\n" for i, one in enumerate(REFERENCES))
+TREES = "".join(f"    a{i + 1}: [{f'{one},' * 12}]\n" for i, one in enumerate(REFERENCES))
 BASE_60 = ("1:1:1", "1:20:30.5", "-1:30", "[2, 10:30]")
 BOMBS = {
     "references to text": f"optimizer:\n  options:\n    a0: {'x' * 40}\n{GROWING}",
-    "references to lists": f"optimizer:\n  options:\n    b0: [1, 2]\n{TREES}",
+    "references to lists": f"optimizer:\n  options:\n    a0: [1, 2]\n{TREES}",
     "a deep list": f"optimizer: {{options: {{a: {'[' * 500}{']' * 500}}}}}",
     "a long value": f"name: {'x' * 70_000}",
 }
@@ -115,9 +115,7 @@ def ask_file(body: str, *typed: str) -> Request:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Hydra's, about names of schemas
 @pytest.mark.parametrize("case", hostile_configs(), ids=lambda case: case["name"])
-def test_a_hostile_config_is_refused_and_nothing_is_imported_for_it(
-    case: dict[str, Any], folder: Path
-) -> None:
+def test_a_hostile_config_is_refused_without_an_import(case: dict[str, Any], folder: Path) -> None:
     before = set(sys.modules)
     with pytest.raises(RunnerError) as refused:
         ask(case["typed"], case["files"])
@@ -149,12 +147,9 @@ def test_an_ordinary_file_passes(body: str, typed: list[str]) -> None:
 
 def test_groups_search_paths_and_whole_configs_of_one_s_own_pass() -> None:
     ask(["--config-dir=mine", "optimizer=fast"], {"mine/optimizer/fast.yaml": "# fast\nlr: 0.5\n"})
-    ask(
-        ["hydra.searchpath=[file://mine]", "experiment=own"],
-        {"mine/experiment/own.yaml": EXPERIMENT + "seed: 5\n"},
-    )
-    ask(["--config-path=mine"], {"mine/config.yaml": "defaults: [/schema@_here_: run, "
-        "{/schema/data@data: digits}, {/schema/model@model: mlp}, _self_]\nseed: 9\n"})  # fmt: skip
+    own = {"mine/experiment/own.yaml": EXPERIMENT + "seed: 5\n"}
+    ask(["hydra.searchpath=[file://mine]", "experiment=own"], own)
+    ask(["--config-path=mine"], {"mine/config.yaml": PRIMARY.format("") + "seed: 9\n"})
 
 
 def test_values_of_hydra_are_there_where_a_config_is_checked_and_composed() -> None:
@@ -211,9 +206,7 @@ def test_a_user_s_option_wins_over_ours_of_that_name_and_a_note_says_so(where: s
     assert request.config is not None and request.config.optimizer.lr == 0.777
     assert request.config.optimizer.options == {}
     (note,) = request.notes
-    assert (
-        note == "optimizer=sgd: mine/optimizer/sgd.yaml replaces the runner's option of that name"
-    )
+    assert note.startswith("optimizer=sgd: mine/optimizer/sgd.yaml replaces the runner's option")
     assert not ask([where, "optimizer=adam"]).notes  # it is not used
 
 
@@ -242,9 +235,7 @@ def test_an_option_whose_defaults_name_itself_is_a_plain_mistake() -> None:
 
 @pytest.mark.parametrize("group", ["launcher", "job_logging", "hydra_logging"])
 @pytest.mark.parametrize("key", ["override /hydra/{}", "/hydra/{}", "override  hydra/{}"])
-def test_an_option_of_hydra_that_a_file_cannot_choose_is_refused_with_what_to_type(
-    group: str, key: str
-) -> None:
+def test_an_option_of_hydra_that_no_file_can_choose_is_to_be_typed(group: str, key: str) -> None:
     body = f"defaults: [{{{key.format(group)}: basic}}]"
     with pytest.raises(ConfigError, match=f"hydra/{group}: basic .* type hydra/{group}=basic"):
         ask_file(body)
@@ -259,8 +250,7 @@ def test_an_option_of_hydra_in_a_file_is_accepted_if_it_is_also_typed() -> None:
 
 
 def test_a_primary_config_may_choose_the_launcher() -> None:
-    text = "defaults: [/schema@_here_: run, {/schema/data@data: digits}, " \
-        "{/schema/model@model: mlp}, {override hydra/launcher: basic}, _self_]\n"  # fmt: skip
+    text = PRIMARY.format("{override hydra/launcher: basic}, ")
     request = ask(["--config-path=mine"], {"mine/config.yaml": text})
     assert request.config is not None
     assert request.config.hydra.launcher._target_.endswith("BasicLauncher")

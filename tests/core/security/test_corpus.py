@@ -60,7 +60,7 @@ def test_every_file_of_the_family_is_refused_in_one_line_and_does_nothing(
 
 
 @pytest.mark.parametrize("level", SecurityLevel, ids=lambda level: level.name)
-def test_nothing_live_is_opened_at_any_level(
+def test_nothing_live_is_ever_opened(
     level: SecurityLevel, sandbox: Sandbox, tmp_path: Path
 ) -> None:
     opened, fired = [], []
@@ -76,17 +76,14 @@ def test_nothing_live_is_opened_at_any_level(
     assert (opened, fired) == ([], [])
 
 
-@pytest.mark.parametrize("kind", ["fifo", "folder", "/dev/zero", "/proc/self/mem", "absent"])
-def test_a_path_to_no_plain_file_is_refused(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
-    path = tmp_path / "model.pt"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to(kind)
-    with pytest.raises((SecurityError, CheckpointError)):
-        open_file(path, FilePolicy(), sandbox=sandbox)
+def test_a_path_to_no_plain_file_is_refused(sandbox: Sandbox, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for number, target in enumerate(("fifo", "/", "/dev/zero", "/proc/self/mem", "absent")):
+        path = tmp_path / f"model{number}.pt"
+        path.symlink_to(target)
+        for named in (path, tmp_path / target):
+            with pytest.raises((SecurityError, CheckpointError)):
+                open_file(named, FilePolicy(), sandbox=sandbox)
 
 
 @pytest.mark.parametrize("name", benign.NAMES)

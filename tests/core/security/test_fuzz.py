@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,8 +10,7 @@ import pytest
 
 from tests.core.security.files import judging
 from tests.core.security.files.mutants import mutant, originals
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.runs import python
 
 
 def test_a_changed_file_is_refused_or_the_same_or_caught_by_its_digest(
@@ -49,13 +45,7 @@ def test_a_changed_config_passes_or_is_answered_and_imports_nothing(
 
 @pytest.mark.slow
 def test_the_script_says_that_every_invariant_holds() -> None:
-    script = [sys.executable, str(ROOT / "scripts/fuzz_security.py")]
-    done = subprocess.run(
-        [*script, "--checkpoints", "2000", "--configs", "100", "--seed", "9"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-        timeout=300,
-    )
+    options = ("--checkpoints=2000", "--configs=100", "--seed=9")
+    done = python("scripts/fuzz_security.py", *options, OMP_WAIT_POLICY="passive")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "every invariant holds" in done.stdout

@@ -6,48 +6,30 @@ import dataclasses
 import html
 import io
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from enum import Enum
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import markdown as python_markdown
 import pytest
 from rich.console import Console, RenderableType
 
 from runner.core.config.groups import CONF
-from runner.core.findings import Choice, Reason, Severity, Trust
-from runner.core.interfaces.hook import Cost
-from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.jobs import run_report
 from runner.core.record import markdown as md
 from runner.core.record.console import close_logging, set_up_logging
 from runner.core.record.history import History
-from runner.core.record.summary import CheckpointPaths, Summary
-from runner.core.schemas.security import SecurityLevel
-from runner.core.security.files.provenance import Assessment, FileFacts
+from runner.core.record.summary import Summary
 from runner.diagnose.replay import job as replay_job
-from runner.diagnose.replay.results import (
-    Attempt,
-    Blame,
-    Cause,
-    Ratio,
-    Replay,
-    ReplayAttempt,
-    SourceLine,
-    StepPhase,
-    TensorStats,
-)
+from runner.diagnose.replay.results import Replay
 from runner.measure import comparison as comparing
 from runner.measure import page, table
 from runner.scan import job as scan
 from tests import runs
-from tests.measure import planted
 
 FORGED = "2026-01-01T00:00:00.000 INFO    runner: all is well"
 HOSTILE = (
@@ -60,88 +42,39 @@ CODES = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]"
 )
 STYLED = re.compile(r"\x1b\[[\d;]*m")  # colours, which are ours
-KEPT = {"status", "overrides", "format", "claim", "parity", "kind"}  # words of ours, not theirs
+OURS = {"status": "stopped", "format": "npz", "claim": "faster", "parity": "same", "kind": "x"}
+KEYS = "name commit branch torch python cpu step samples".split()  # of ours in a dict
+PLAIN: dict[Any, Any] = {int: 3, float: 0.5, bool: True, NoneType: None}
 
 
-def poisoned(value: Any, keep: frozenset[str] = frozenset(KEPT)) -> Any:
-    """The same with all text in it hostile, at any depth; names of keys too."""
-    if isinstance(value, Enum) or value is None:
-        return value
-    if isinstance(value, str):
-        return HOSTILE
-    if isinstance(value, dict):
-        return {(k if k in FIXED else f"{k}{HOSTILE}"): poisoned(v, keep) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(poisoned(item, keep) for item in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        own = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(
-            value, **{k: v if k in keep else poisoned(v, keep) for k, v in own.items()}
-        )
-    return value
-
-
-FIXED = {"name", "kind", "commit", "branch", "dirty", "cpu", "cores", "device", "torch", "python",
-         "status", "techniques", "requested", "engaged", "reason", "evidence", "known", "bytes",
-         "file", "throughput", "memory", "metrics", "device_name"}  # fmt: skip
+def filled(kind: Any, /, **own: Any) -> Any:
+    """A value of this type with hostile text wherever it holds text, at any depth."""
+    args, own = get_args(kind), {**OURS, **own}
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind, localns={"SearchRecord": NoneType})
+        names = [field.name for field in dataclasses.fields(kind) if field.init]
+        return kind(**{n: own[n] if n in own else filled(hints[n]) for n in names})  # type: ignore[operator]
+    if get_origin(kind) in (list, tuple):
+        return get_origin(kind)(filled(arg) for arg in args if arg is not Ellipsis)
+    if get_origin(kind) is dict:
+        return {HOSTILE: filled(args[1]), **{name: filled(args[1]) for name in KEYS}}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return next(iter(kind))
+    return filled(args[0]) if args else PLAIN.get(kind, HOSTILE)
 
 
 def summary() -> Summary:
-    return poisoned(
-        Summary(
-            status="stopped", reason="because", steps=5, metrics={"val/accuracy/cat": 0.5},
-            techniques=[TechniqueStatus("amp", True, True, "why", {"kernel": "flash"}),
-                        TechniqueStatus("compile", True, False, "why not")],
-            tools=[Cost("profile", 1, 0.1, "found")], faults={"spike": 2},
-            checkpoint=CheckpointPaths("checkpoints/a", "checkpoints/b"),
-            device={"name": "a CPU"}, versions={"torch": "2"}, config_hash="abc", command="python",
-            name="a run", choices=[Choice("micro_batch", "8", "it fits")], monitor="val/accuracy",
-            best=0.5, git={"commit": "abc", "branch": "main", "dirty": False},
-        )
-    )  # fmt: skip
-
-
-def replay() -> Replay:
-    stats = [TensorStats("a", [2], "float32", 1)]
-    found = Cause(
-        StepPhase.forward, "cause", "layer.1", "Linear", "mul", SourceLine("a.py", 3, "x = y"),
-        stats, stats, ["weight"], "grown", [1], [Ratio("a", 2.0)], [Ratio("1", 2.0)], ["note"],
-    )  # fmt: skip
-    attempt = Attempt(1.0, 2.0, "error", True, ["amp"], {"c": "d"}, "failed")
-    blame = Blame("amp", ["amp"], ["amp"], [ReplayAttempt(["amp"], attempt)])
-    return poisoned(
-        Replay("captures/x", "run", 3, "non_finite", "message", 1.0, None, attempt, True, True,
-               found, "seen", blame, "reproduce.py", [1], ["do this"])
-    )  # fmt: skip
+    return filled(Summary, distributed={}, export={}, model_check={})
 
 
 def comparison() -> comparing.Comparison:
-    arms = [
-        planted.reference(),
-        planted.arm("ultra", 2.0, techniques=[planted.technique("amp")]),
-    ]
-    found = comparing.compare_arms(planted.result(*arms), None)
-    return poisoned(found)
+    rows = [filled(comparing.ComparisonRow, status="done") for _ in range(2)]
+    return filled(comparing.Comparison, kind="benchmark", rows=rows, root=None)
 
 
 def failed_comparison() -> comparing.Comparison:
-    rows = [
-        comparing.ComparisonRow(["seed=1"], "done", name="one", summary={"status": "done"}),
-        comparing.ComparisonRow(["seed=2"], "failed", "reason", name="two", command="python"),
-    ]
-    return poisoned(
-        comparing.Comparison("title", rows, reference="one", notes=["note"], command="python")
-    )
-
-
-def scanned() -> scan.ScanResult:
-    assessment = Assessment("x", Trust.REFUSED, files={"x": FileFacts("ab" * 32, 9, "npy")})
-    assessment.reasons.append(Reason("zip.overlap", Severity.REFUSAL, "member", "seen", "do"))
-    rows = [scan.ScanRow("file", assessment)]
-    return poisoned(scan.ScanResult("x", SecurityLevel.strict, 1, rows))
-
-
-# on a terminal
+    rows = [filled(comparing.ComparisonRow, status=status) for status in ("done", "failed")]
+    return filled(comparing.Comparison, kind="sweep", rows=rows, root=None, benchmark=None)
 
 
 def shown(what: RenderableType, width: int) -> str:
@@ -165,14 +98,14 @@ def faulty(tmp_path: Path) -> Path:
 
 SCREENS = {
     "summary": lambda folder: run_report.RunSummaryTable(summary(), folder),
-    "replay": lambda folder: replay_job.terminal_report(replay()),
+    "replay": lambda folder: replay_job.terminal_report(filled(Replay)),
     "comparison": lambda folder: table.ComparisonScreen(comparison()),
     "failures": lambda folder: table.ComparisonScreen(failed_comparison()),
-    "scan": lambda folder: scan.render_terminal(scanned(), 30),
+    "scan": lambda folder: scan.render_terminal(filled(scan.ScanResult), 30),
 }
 PAGES = {
     "summary": lambda folder: run_report.render_report(summary(), folder),
-    "replay": lambda folder: replay_job.markdown_report(replay()),
+    "replay": lambda folder: replay_job.markdown_report(filled(Replay)),
     "comparison": lambda folder: page.render_markdown(comparison()),
     "failures": lambda folder: page.render_markdown(failed_comparison()),
     "config": lambda folder: md.code(HOSTILE, "yaml"),
@@ -191,9 +124,6 @@ def test_a_terminal_shows_text_as_text(name: str, width: int, faulty: Path) -> N
     if width == 2000:
         assert "[red]R[/red]" in bare
         assert "[link=http://evil.test]L[/link]" in bare
-
-
-# on a page
 
 
 class Tags(HTMLParser):
@@ -239,9 +169,6 @@ def test_a_page_has_the_elements_that_it_has_anyway(make: Any) -> None:
     assert "default-src 'none'" in html.unescape(text) and "unsafe-inline" not in text
 
 
-# in a log
-
-
 @pytest.fixture
 def log_file(tmp_path: Path) -> Iterator[Path]:
     set_up_logging("debug", tmp_path)
@@ -252,9 +179,7 @@ def log_file(tmp_path: Path) -> Iterator[Path]:
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} [A-Z]+ +[\w.]+: |  \| ")
 
 
-def test_a_line_of_the_log_is_a_line_of_ours(
-    log_file: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_each_line_of_the_log_is_ours(log_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("runner")
     log.warning("%s", HOSTILE)
     log.error("a worker said %s", [HOSTILE, Path(HOSTILE[:60].replace("/", ""))])
@@ -284,8 +209,6 @@ def test_any_command_line_mistake_is_one_line(typed: list[str], tmp_path: Path) 
     assert not CODES.findall(said.replace("\n", ""))
 
 
-# the network
-
 WITHOUT_SOCKETS = """
 import runpy, sys
 
@@ -302,12 +225,8 @@ runpy.run_module("runner", run_name="__main__", alter_sys=True)
 
 
 def test_a_run_asks_for_no_socket(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", WITHOUT_SOCKETS, "data=digits", "training.steps=6",
-         "device=cpu", "optimization=none", "training.validate_every=3"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(CONF.parent)},
-    )  # fmt: skip
+    typed = "data=digits training.steps=6 device=cpu optimization=none training.validate_every=3"
+    done = runs.python("-P", "-c", WITHOUT_SOCKETS, *typed.split(), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "outputs" / "runs").glob("*/*")
     assert (folder / "report.md").is_file()

@@ -16,8 +16,7 @@ from runner.core.hooks.limits import folder_bytes
 from runner.core.record.summary import Summary
 from tests import runs
 
-QUICK = "data=cancer training.steps=300 monitoring=quiet optimization=none".split()
-QUICK.append("debug.capture.enabled=false")
+QUICK = "data=cancer monitoring=quiet optimization=none debug.capture.enabled=false".split()
 LONG = [*QUICK, "training.steps=1000000", "training.validate_every=1000000"]
 
 
@@ -31,9 +30,7 @@ def stopped(folder: Path, *limits: str) -> Summary:
     return summary
 
 
-def test_time_that_is_up_ends_the_run_with_a_checkpoint_and_says_how_to_go_on(
-    tmp_path: Path,
-) -> None:
+def test_time_that_is_up_ends_the_run_with_a_checkpoint_and_advice(tmp_path: Path) -> None:
     summary = stopped(tmp_path, "security.limits.hours=1e-5")
     assert "security.limits.hours" in summary.reason
     assert summary.faults == {"limit_hours": 1}
@@ -41,47 +38,36 @@ def test_time_that_is_up_ends_the_run_with_a_checkpoint_and_says_how_to_go_on(
     assert runs.trained(*more, folder=tmp_path).status == "done"
 
 
-def test_memory_beyond_the_limit_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_beyond_a_limit_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hook, "CHECK_S", 0.0)
     limit, held = memory.process_bytes() / 1e6 + 150, list[bytes]()
-    more = [*LONG, f"security.limits.memory_mb={limit:.0f}"]
-    with runs.opened(*more, folder=tmp_path) as run:
+    with runs.opened(*LONG, f"security.limits.memory_mb={limit:.0f}", folder=tmp_path) as run:
         run.hooks.append(runs.AtSteps(2, lambda run: held.append(b"x" * 300_000_000)))
         summary = train(run)
     assert summary.status == "stopped"
     assert "security.limits.memory_mb" in summary.reason and "MB of" in summary.reason
 
 
-def test_memory_that_is_held_before_the_first_step_is_a_mistake_in_the_limit(
-    tmp_path: Path,
-) -> None:
-    held = memory.process_bytes() / 1e6
-    more = [*LONG, f"security.limits.memory_mb={held / 2:.0f}"]
-    with runs.opened(*more, folder=tmp_path) as run:
+def test_memory_that_is_held_before_the_first_step_is_too_low_a_limit(tmp_path: Path) -> None:
+    limit = memory.process_bytes() / 2e6
+    with runs.opened(*LONG, f"security.limits.memory_mb={limit:.0f}", folder=tmp_path) as run:
         with pytest.raises(ConfigError, match="memory_mb: .* before the first step"):
             train(run)
         assert run.progress.step == 0
 
 
-def test_the_run_s_folder_never_outgrows_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hook, "CHECK_S", 1e6)  # so that only a checkpoint is a reason to look
-    monkeypatch.setattr(hook, "SCAN_S", 1e6)
+def test_a_folder_never_outgrows_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHECK_S", "SCAN_S"):  # so that only a checkpoint is a reason to look
+        monkeypatch.setattr(hook, name, 1e6)
     more = ["checkpoint.every=5", "checkpoint.keep=1000", "monitoring.tensorboard=false"]
-    limit = 6.0
-    summary = stopped(tmp_path, *more, f"security.limits.disk_mb={limit}")
+    summary = stopped(tmp_path, *more, "security.limits.disk_mb=6")
     assert "security.limits.disk_mb" in summary.reason
-    assert 2e6 < folder_bytes(tmp_path) <= limit * 1e6
+    assert 2e6 < folder_bytes(tmp_path) <= 6e6
 
 
-def test_a_folder_that_is_resumed_counts_from_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hook, "CHECK_S", 0.0)
-    monkeypatch.setattr(hook, "SCAN_S", 0.0)
+def test_a_resumed_folder_counts_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CHECK_S", "SCAN_S"):
+        monkeypatch.setattr(hook, name, 0.0)
     (tmp_path / "earlier.bin").write_bytes(bytes(5_000_000))
     short = [*QUICK, "training.steps=20", "security.limits.disk_mb=5"]
     assert runs.trained(*short, folder=tmp_path).status == "done"
@@ -95,9 +81,7 @@ def test_limits_that_are_not_reached_change_no_number(tmp_path: Path) -> None:
     assert (other.status, other.faults) == ("done", {})
 
 
-def test_a_hard_link_is_counted_once_and_a_link_out_of_the_folder_not_at_all(
-    tmp_path: Path,
-) -> None:
+def test_a_hard_link_is_counted_once_and_a_link_out_of_the_folder_never(tmp_path: Path) -> None:
     inside = tmp_path / "run" / "a"
     inside.mkdir(parents=True)
     (inside / "one.bin").write_bytes(bytes(1000))

@@ -87,23 +87,14 @@ def variables(nothing_remembered: None, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
 
 
-# -- who may read ------------------------------------------------------------------------------
+READING = """
+${oc.env:MY_TOKEN} ${oc.env:MY_TOKEN,none} ${oc.env:NOT_SET,${oc.env:MY_TOKEN}}
+x-${oc.env:MY_TOKEN}-y ${oc.decode:${oc.env:MY_TOKEN}} ${oc.create:{a:${oc.env:MY_TOKEN}}}
+${oc.env:${oc.decode:MY_TOKEN}} ${${oc.decode:oc}.env:MY_TOKEN} ${oc.env:MY-TOKEN}
+""".split()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "${oc.env:MY_TOKEN}",
-        "${oc.env:MY_TOKEN,none}",
-        "${oc.env:NOT_SET,${oc.env:MY_TOKEN}}",
-        "x-${oc.env:MY_TOKEN}-y",
-        "${oc.decode:${oc.env:MY_TOKEN}}",
-        "${oc.create:{a:${oc.env:MY_TOKEN}}}",
-        "${oc.env:${oc.decode:MY_TOKEN}}",
-        "${${oc.decode:oc}.env:MY_TOKEN}",
-        "${oc.env:MY-TOKEN}",
-    ],
-)
+@pytest.mark.parametrize("value", READING)
 def test_an_environment_variable_without_permission_is_refused_by_name(value: str) -> None:
     with pytest.raises(SecurityError) as refused:
         compose([f"+optimizer.options.x='{value}'", "security.environment=[NOT_SET]"])
@@ -116,19 +107,17 @@ def test_an_environment_variable_without_permission_is_refused_by_name(value: st
         assert "security.environment=[MY_TOKEN]" in str(refused.value)
 
 
-def test_a_refusal_comes_before_anything_is_there_and_a_file_gives_itself_no_leave(
-    tmp_path: Path,
-) -> None:
+def test_a_refusal_comes_first_and_a_file_gives_itself_no_permission(tmp_path: Path) -> None:
     for typed_in in ([TOKEN], ["-m", "seed=1,2", TOKEN], ["name=${oc.env:MY_TOKEN}"]):
         with pytest.raises(SecurityError, match="MY_TOKEN"):
             check(read_arguments(typed_in))
     assert not list(tmp_path.iterdir())
-    (tmp_path / "conf" / "security").mkdir(parents=True)
-    (tmp_path / "conf" / "optimizer").mkdir()
-    (tmp_path / "conf" / "security" / "own.yaml").write_text("# own\nenvironment: [MY_TOKEN]\n")
-    (tmp_path / "conf" / "optimizer" / "own.yaml").write_text(
-        "# own\nname: SGD\noptions: {x: '${oc.env:MY_TOKEN}'}\n"
-    )
+    for group, text in (
+        ("security", "environment: [MY_TOKEN]"),
+        ("optimizer", "name: SGD\noptions: {x: '${oc.env:MY_TOKEN}'}"),
+    ):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / "own.yaml").write_text(f"# own\n{text}\n")
     with pytest.raises(SecurityError):
         check(read_arguments(["--config-dir=conf", "security=own", "optimizer=own"]))
 
@@ -141,15 +130,15 @@ def test_a_variable_that_may_be_read_is_read(leave: str) -> None:
 def test_a_default_stands_in_for_what_is_not_set_and_a_value_is_not_resolved_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    typed_in = ["+optimizer.options.x='${oc.env:NOT_SET,${oc.env:MY_TOKEN}}'"]
-    config = compose([*typed_in, "security.environment=[NOT_SET,MY_TOKEN]"])
-    assert config.optimizer.options["x"] == CANARY
+    def value(text: str, *names: str) -> object:
+        permission = f"security.environment=[{','.join(names)}]"
+        return compose([f"+optimizer.options.x='{text}'", permission]).optimizer.options["x"]
+
+    assert value("${oc.env:NOT_SET,${oc.env:MY_TOKEN}}", "NOT_SET", "MY_TOKEN") == CANARY
     with pytest.raises(ConfigError, match="NOT_SET is not set"):
-        compose(["+optimizer.options.x=${oc.env:NOT_SET}", "security.environment=[NOT_SET]"])
+        value("${oc.env:NOT_SET}", "NOT_SET")
     monkeypatch.setenv("LEADS_ON", "${oc.env:MY_TOKEN}")
-    leave = "security.environment=[LEADS_ON]"
-    config = compose(["+optimizer.options.x=${oc.env:LEADS_ON}", leave])
-    assert config.optimizer.options["x"] == "${oc.env:MY_TOKEN}"
+    assert value("${oc.env:LEADS_ON}", "LEADS_ON") == "${oc.env:MY_TOKEN}"
 
 
 def test_another_hydra_application_in_this_process_reads_as_it_always_did() -> None:
@@ -160,12 +149,7 @@ def test_another_hydra_application_in_this_process_reads_as_it_always_did() -> N
         typed(theirs)
 
 
-# -- what is written ---------------------------------------------------------------------------
-
-
-def test_a_config_is_written_with_the_name_in_place_of_the_value(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_config_is_written_with_the_name_of_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEED", "17")
     monkeypatch.setenv("KIND", "mlp")  # which another key has, too
     leave = "security.environment=[MY_TOKEN,SHORT,SEED,KIND]"
@@ -175,20 +159,18 @@ def test_a_config_is_written_with_the_name_in_place_of_the_value(
         "+optimizer.options.k=${oc.env:KIND}",
     ])  # fmt: skip
     written = WrittenConfig(config).flat()
-    assert written["optimizer.options.x"] == "${oc.env:MY_TOKEN}"
-    assert written["optimizer.options.y"] == "${oc.env:SHORT}"
-    assert written["optimizer.options.z"] == [1, "p-${oc.env:SHORT}-q"]
-    assert written["optimizer.options.k"] == "${oc.env:KIND}"
+    values = {name: written[f"optimizer.options.{name}"] for name in "xyzkw"}
+    assert values == {
+        "x": "${oc.env:MY_TOKEN}", "y": "${oc.env:SHORT}", "z": [1, "p-${oc.env:SHORT}-q"],
+        "k": "${oc.env:KIND}", "w": "seventeen",
+    }  # fmt: skip
     assert written["seed"] == "${oc.env:SEED}"
-    assert written["optimizer.options.w"] == "seventeen"
     assert WrittenConfig(config).plain()["model"]["kind"] == "mlp"
     assert json.dumps(CANARY)[1:-1] not in json.dumps(WrittenConfig(config).plain())
     assert config.optimizer.options["x"] == CANARY  # in memory
 
 
-def test_a_token_that_was_renewed_makes_no_other_experiment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_renewed_token_makes_no_other_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
     before = config_hash(compose([TOKEN, LEAVE]))
     monkeypatch.setenv("MY_TOKEN", "canary-of-tomorrow")
     assert config_hash(compose([TOKEN, LEAVE])) == before
@@ -200,12 +182,9 @@ def test_a_capture_is_opened_again_with_the_value_where_leave_is_given() -> None
         config_from_plain(kept)
     with secrets.environment_access(["MY_TOKEN"]):
         assert config_from_plain(kept).optimizer.options["x"] == CANARY
-    kept["optimizer"]["options"]["x"] = "${oc.env:MY_TOKEN}${seed}"
-    with (
-        secrets.environment_access(["MY_TOKEN"]),
-        pytest.raises(SecurityError, match="interpolation is not allowed"),
-    ):
-        config_from_plain(kept)
+        kept["optimizer"]["options"]["x"] = "${oc.env:MY_TOKEN}${seed}"
+        with pytest.raises(SecurityError, match="interpolation is not allowed"):
+            config_from_plain(kept)
 
 
 @pytest.mark.parametrize(
@@ -231,18 +210,13 @@ def test_short_words_and_numbers_do_not_put_honest_text_out() -> None:
     assert masking.mask_secrets(text) == text
 
 
-@pytest.mark.parametrize(
-    "value", ["${oc.decode:${oc.env:PAIR}}", "${oc.create:{a:${oc.env:PAIR}}}"]
-)
-def test_a_value_is_not_taken_apart(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts would be as secret, and spelled in other ways."""
     monkeypatch.setenv("PAIR", "[first-secret,second-secret]")
-    with pytest.raises(SecurityError, match="one variable for each value") as refused:
-        compose([f"+optimizer.options.x='{value}'", "security.environment=[PAIR]"])
-    assert "secret" not in str(refused.value)
-
-
-# -- names, refusals and configs that are shown ------------------------------------------------
+    for value in ("${oc.decode:${oc.env:PAIR}}", "${oc.create:{a:${oc.env:PAIR}}}"):
+        with pytest.raises(SecurityError, match="one variable for each value") as refused:
+            compose([f"+optimizer.options.x='{value}'", "security.environment=[PAIR]"])
+        assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -277,9 +251,9 @@ def test_a_folder_in_one_that_a_variable_holds_is_no_name_of_a_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", str(tmp_path))
-    check(read_arguments([f"hydra.run.dir={tmp_path}/outputs/x", LEAVE]))
-    monkeypatch.chdir("/")
-    check(read_arguments([f"hydra.run.dir={tmp_path}/outputs/x", LEAVE]))
+    for folder in (tmp_path, Path("/")):
+        monkeypatch.chdir(folder)
+        check(read_arguments([f"hydra.run.dir={tmp_path}/outputs/x", LEAVE]))
 
 
 @pytest.mark.parametrize(
@@ -301,16 +275,10 @@ def test_a_refusal_shows_the_name_of_a_value_however_short(
     assert value not in str(refused.value) and shown in str(refused.value)
 
 
-def test_an_error_that_ends_a_run_shows_the_name_of_a_short_value_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_final_error_names_short_values_too(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("SHORT", "p@ss")
-    typed_in = [
-        *"data=cancer device=cpu optimization=none training.steps=1".split(),
-        "training.monitor=${oc.env:SHORT}",
-        "security.environment=[SHORT]",
-        "hydra.run.dir=outputs/mine",
-    ]
+    quick = "data=cancer device=cpu optimization=none training.steps=1 hydra.run.dir=outputs/mine"
+    typed_in = [*quick.split(), "training.monitor=${oc.env:SHORT}", "security.environment=[SHORT]"]
     folder = Path("outputs/mine")
     folder.mkdir(parents=True)  # so that it stays
     assert launch(check(read_arguments(typed_in))) == 2
@@ -347,22 +315,16 @@ def test_text_that_hydra_prints_is_plain(
     assert all(line.replace("\t", "").isprintable() for line in shown.split("\n"))
 
 
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        ["optimizer.name=Lion"],
-        ["data=tabular", f"data.path={Path(__file__).parent}", "data.target=y"],
-    ],
-)
+NO_TABLE = ["data=tabular", f"data.path={Path(__file__).parent}", "data.target=y"]
+
+
+@pytest.mark.parametrize("mistake", [["optimizer.name=Lion"], NO_TABLE])
 def test_a_mistake_that_the_build_finds_leaves_no_folder(
     mistake: list[str], tmp_path: Path, capsys: Any
 ) -> None:
     assert launch(check(read_arguments([*mistake, "device=cpu", "optimization=none"]))) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-# -- the canary --------------------------------------------------------------------------------
 
 
 def assert_silent(folder: Path, *done: subprocess.CompletedProcess[str]) -> None:
@@ -463,9 +425,7 @@ def test_a_new_process_masks_before_it_unpickles_its_other_arguments(
     assert "cannot log in with ${oc.env:MY_TOKEN}" in printed and "canary" not in printed
 
 
-def test_a_job_masks_values_of_its_environment_that_its_sweep_has_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_job_masks_values_that_its_sweep_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     masking.add_secret("MY_TOKEN", CANARY)
     variables, read_end, write_end = parent_death_pipe([])
     monkeypatch.setattr(masking, "_variable_by_text", {})

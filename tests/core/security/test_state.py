@@ -147,9 +147,8 @@ def test_a_file_of_another_kind_is_an_error_in_one_line(tmp_path, read):
     path = tmp_path / "file"
     for content in (b"", b"PK\x03\x04", b"\x80\x02.", bytes(100)):
         path.write_bytes(content)
-        with pytest.raises((CheckpointError, SecurityError)) as caught:
+        with pytest.raises((CheckpointError, SecurityError), match=rf"^{path}: [^\n]*$"):
             read(path, digest(path))
-        assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
     for place, problem in ((tmp_path / "x", "x: missing"), (tmp_path, "not a file")):
         with pytest.raises(CheckpointError, match=problem):
             read(place, "")

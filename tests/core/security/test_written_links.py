@@ -123,9 +123,6 @@ def test_a_linked_folder_in_a_run_is_refused_or_replaced(
         assert is_refused or (code == 0 and not link.is_symlink()), (link, code, errors)
 
 
-# the functions that write
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A guarded folder with links `file` and `sub` to a file and a folder outside."""
@@ -168,9 +165,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("inner", ["sub", "deep/sub"])
-def test_a_linked_folder_below_a_guarded_one_is_refused_with_its_name(
-    name: str, inner: str, folder: Path
-) -> None:
+def test_a_linked_folder_in_a_guarded_one_is_refused(name: str, inner: str, folder: Path) -> None:
     outside = folder.parent / "outside"
     (folder / "deep").mkdir()
     (folder / "deep" / "sub").symlink_to(outside)
@@ -247,9 +242,7 @@ def test_a_database_is_refused_if_it_or_a_file_beside_it_is_a_link(folder: Path)
         "search.db",
     ],
 )
-def test_a_link_in_place_of_a_file_of_hydra_or_of_a_search_is_not_followed(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_link_in_place_of_a_file_of_others_is_not_followed(name: str, tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("")
     folder = tmp_path / "run"
     (folder / ".hydra").mkdir(parents=True)  # as if the run was started before
