@@ -65,15 +65,11 @@ def step(
     parts: int = 1,
 ) -> tuple[float, bool]:
     """A step whose loss has `beside` added to it, which gradients know nothing of."""
-    update.begin()
-    total = torch.zeros(())
-    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
-        loss = nn.functional.cross_entropy(net(x), y) / parts
-        (loss if update.scale is None else loss * update.scale.value).backward()
-        total += loss.detach()
-    norm, skipped = update.measure(total + beside)
-    update.apply(norm, skipped)
-    return float(norm), bool(skipped)
+    losses = [
+        lambda x=x, y=y: nn.functional.cross_entropy(net(x), y) / parts
+        for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True)
+    ]
+    return take_step(update, *losses, beside=beside)
 
 
 def net_and_twin() -> tuple[nn.Module, nn.Module]:
@@ -97,13 +93,16 @@ def train_beside(
 
 
 def take_step(
-    update: OptimizerStep, forward: Callable[[], Tensor], beside: float = 0.0
+    update: OptimizerStep, *losses: Callable[[], Tensor], beside: float = 0.0
 ) -> tuple[float, bool]:
-    """A step with the loss that `forward` returns, and `beside` added as in `step`."""
+    """A step with the sum of what `losses` return, and `beside` added as in `step`."""
     update.begin()
-    loss = forward()
-    (loss if update.scale is None else loss * update.scale.value).backward()
-    norm, skipped = update.measure(loss.detach() + beside)
+    total = torch.zeros(())
+    for forward in losses:
+        loss = forward()
+        (loss if update.scale is None else loss * update.scale.value).backward()
+        total += loss.detach()
+    norm, skipped = update.measure(total + beside)
     update.apply(norm, skipped)
     return float(norm), bool(skipped)
 
