@@ -95,22 +95,6 @@ def test_an_option_may_be_switched_off_and_what_is_made_when_missed_on(
     assert all(weight.isfinite().all() for weight in ours)
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "message"),
-    [
-        (("AdamW", {}), ("Adafactor", {}), "another optimizer: Adafactor has no .*betas"),
-        (("SGD", {"momentum": 0.9}), ("Adam", {}), "another optimizer: Adam has no .*momentum"),
-        (("AdamW", {}), ("AdamW", {"amsgrad": True}), "max_exp_avg_sq is missing"),
-    ],
-)
-def test_the_state_of_another_optimizer_is_refused(
-    theirs: tuple[str, Any], ours: tuple[str, Any], message: str
-) -> None:
-    saved = updated(theirs[0], **theirs[1])[0].state_dict()
-    with pytest.raises(ValueError, match=message):
-        compatible_state(updated(ours[0], 0, **ours[1])[0], saved)
-
-
 def put(name: str, value: Any) -> Change:
     return lambda state: state[1].update({name: value})
 
