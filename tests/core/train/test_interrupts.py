@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -39,24 +38,14 @@ def handled(number: int, handler: Any) -> Iterator[None]:
 def test_the_first_signal_is_answered_at_once_and_the_second_waits_for_no_step(
     number: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = threading.Event()
-
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.set()
-
-    logger, handler, before = logging.getLogger("runner"), Told(), signal.getsignal(number)
-    logger.addHandler(handler)
-    try:
-        with InterruptHandler("stopping after this step") as interrupts:
+    before = signal.getsignal(number)
+    with InterruptHandler("stopping after this step") as interrupts:
+        os.kill(os.getpid(), number)
+        runs.wait_until(lambda: caplog.messages, seconds=10)  # by another thread
+        assert interrupts.received == number
+        assert interrupts.error().exit_code == 128 + number
+        with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
-            assert said.wait(10)  # while nothing else goes on
-            assert interrupts.received == number
-            assert interrupts.error().exit_code == 128 + number
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), number)
-    finally:
-        logger.removeHandler(handler)
     assert caplog.messages == [f"{name}: stopping after this step"]
     assert signal.getsignal(number) is before
     assert "interrupts" not in [thread.name for thread in threading.enumerate()]
@@ -149,10 +138,6 @@ def test_a_signal_cuts_a_wait_short_and_none_begins_after_it(waits: bool) -> Non
 def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def batches(first: int) -> Iterator[Any]:
-        raise AssertionError("data was asked for")
-        yield
-
     with runs.opened("checkpoint.every=1", folder=tmp_path) as run:
         saved = run.checkpointer.save
 
@@ -161,7 +146,8 @@ def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data
             return saved(*args, **options)
 
         monkeypatch.setattr(run.checkpointer, "save", save_under_a_signal)
-        monkeypatch.setattr(run.train, "batches", batches)
+        no_data = ["data was asked for"]
+        monkeypatch.setattr(run.train, "batches", lambda first: map(pytest.fail, no_data))
         with pytest.raises(Interrupted) as ended:
             train(run)
     assert ended.value.exit_code == 143
