@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,22 +36,9 @@ from runner import Hook
 class Removes(Hook):
     def on_step(self, run, step):
         if step.number == 15 and run.writes:
-            {action}
+            moved = run.folder.rename(run.folder.with_name('moved'))
+            shutil.rmtree(moved, ignore_errors=True)
 """
-
-
-def removed_by_a_command(place: Path, action: str, *typed: str) -> Any:
-    """What `python -m runner` with a hook that removes the run's folder ended with."""
-    (place / "own.py").write_text(HOOK.format(action=action))
-    trusted = ("security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
-    return command(place, *SHORT, *trusted, *typed, "hydra.run.dir=outputs/r")
-
-
-def resumed_by_a_command(place: Path) -> Summary:
-    typed = ("checkpoint.resume=outputs/r", "training.steps=30", "security.trusted=[own]")
-    again = command(place, *typed)
-    assert again.returncode == 0, again.stderr
-    return Summary.read(place / "outputs/r")
 
 
 def train_in(folder: Path, number: int, action: Callable[[Path], object], *typed: str) -> Summary:
@@ -145,28 +131,26 @@ def test_nothing_is_written_where_another_run_has_locked_the_removed_folder(tmp_
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_says_that_its_folder_was_removed(tmp_path: Path) -> None:
-    done = removed_by_a_command(tmp_path, "run.checkpointer.join(); shutil.rmtree(run.folder)")
-    title = next(line for line in done.stdout.splitlines() if line)
-    assert done.returncode == 0 and "done" in title and "removed by step 16" in title
-    overrides = (tmp_path / "outputs/r/.hydra/overrides.yaml").read_text()
-    assert "training.steps=24" in overrides and len(rows(tmp_path / "outputs/r", "train")) == 12
-    assert resumed_by_a_command(tmp_path).steps == 30
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_processes_of_a_run_make_its_removed_folder_again(kind: str, tmp_path: Path) -> None:
-    action = "shutil.rmtree(run.folder.rename(run.folder.with_name('moved')), ignore_errors=True)"
+def test_processes_of_a_run_make_its_removed_folder_again_and_it_resumes(
+    kind: str, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(HOOK)
+    own = ("security.trusted=[own]", "+debug.hooks=[{_target_: own.Removes}]")
     ranks = (f"distributed={kind}", "distributed.processes=2", "distributed.timeout_s=30")
-    done = removed_by_a_command(tmp_path, action, *ranks)
+    done = command(tmp_path, *SHORT, *own, *ranks, "hydra.run.dir=outputs/r")
     folder = tmp_path / "outputs/r"
     assert done.returncode == 0, done.stderr
     summary = Summary.read(folder)
+    title = next(line for line in done.stdout.splitlines() if line)
     assert summary.status == "done" and "removed by step 1" in summary.reason
+    assert "done" in title and "removed by step 1" in title
     assert [row["step"] for row in rows(folder, "train")] == [*range(2, 25, 2)]
     assert [row["step"] for row in rows(folder, "val")] == [6, 12, 18, 24]
+    assert "training.steps=24" in (folder / ".hydra/overrides.yaml").read_text()
     for name in ("run.log", "ranks/1/run.log"):
         assert "removed during the run" in (folder / name).read_text()
     assert (folder / "checkpoints/best/manifest.json").is_file()
-    assert resumed_by_a_command(tmp_path).steps == 30
+    longer = ("checkpoint.resume=outputs/r", "training.steps=30", "security.trusted=[own]")
+    again = command(tmp_path, *longer)
+    assert again.returncode == 0 and Summary.read(folder).steps == 30, again.stderr
