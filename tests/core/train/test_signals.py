@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.runs import command
+from tests.runs import command, read, wait_until
 
 HERE = Path(__file__).parents[2]
 STUCK = """
@@ -45,47 +43,13 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_until(condition: object, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():  # type: ignore[operator]
-        assert process.poll() is None, process.stdout and process.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def trained(folder: Path) -> bool:
-    record = folder / "metrics.jsonl"
-    return record.exists() and record.stat().st_size > 0
-
-
-@pytest.mark.parametrize(
-    ("number", "workers", "to_group"),
-    [(signal.SIGINT, 0, False), (signal.SIGTERM, 2, True)],
-)
-def test_a_signal_ends_in_a_checkpoint_and_its_exit_code(
-    tmp_path: Path, number: int, workers: int, to_group: bool
-) -> None:
-    folder = tmp_path / "run"
-    process = start(folder, f"data.workers={workers}", "monitoring.every=5")
-    wait_until(lambda: trained(folder), process)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= workers
-    (os.killpg if to_group else os.kill)(process.pid, number)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + number, output
-    assert (folder / "checkpoints" / "last").exists()
-    record = json.loads((folder / "summary.json").read_text())
-    assert record["status"] == "interrupted"
-    assert record["checkpoint"]["last"] == f"checkpoints/step_{record['steps']:08d}"
-    assert not psutil.wait_procs(children, timeout=20)[1]
-
-
 def test_a_signal_does_not_wait_for_a_worker_that_is_stuck(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(folder, "data.workers=1", "+data.seconds=600")
     wait_until(lambda: (folder / "provenance.json").exists(), process)  # git is a child too
-    wait_until(lambda: psutil.Process(process.pid).children(), process)
-    children = psutil.Process(process.pid).children(recursive=True)
+    run = psutil.Process(process.pid)
+    wait_until(lambda: run.children() and run.status() == psutil.STATUS_SLEEPING, process)
+    children = run.children(recursive=True)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=30)  # the worker would sleep for 600 s
     assert process.returncode == 143, output
@@ -103,7 +67,7 @@ def test_a_step_that_no_signal_reaches_is_left_after_the_grace_period(tmp_path: 
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
-    record = json.loads((folder / "summary.json").read_text())
+    record = read(folder)
     assert (record["status"], record["steps"]) == ("interrupted", 3)
     assert record["checkpoint"]["last"] == "checkpoints/step_00000002"
     assert record["reason"].endswith("its step did not end within checkpoint.grace_s=3")
@@ -129,7 +93,7 @@ def test_a_signal_does_not_wait_for_a_compiler_and_ends_it(tmp_path: Path, again
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
-    record = json.loads((folder / "summary.json").read_text())
+    record = read(folder)
     assert (record["status"], record["steps"]) == ("interrupted", 0)
     assert len(children) > 1 and not psutil.wait_procs(children, timeout=10)[1]
 
