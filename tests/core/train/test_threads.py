@@ -16,7 +16,7 @@ from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted, UsageError
 from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
-from tests.runs import AtSteps, differences, weights
+from tests.runs import AtSteps, differences, interrupt, weights
 
 SHORT = ["data=cancer", "model=mlp", "model.dropout=0.5", "training.steps=6", "device=cpu",
          "optimization=none", "monitoring.progress=false"]  # fmt: skip
@@ -128,23 +128,9 @@ def test_threads_that_train_at_once_have_the_numbers_of_one_alone_or_an_error(
     assert all("another thread" in text for text in found if isinstance(text, str))
 
 
-def test_two_runs_may_be_open_at_once(
-    config: RunConfig, other: RunConfig, alone: Weights, other_alone: Weights
-) -> None:
-    with build(config) as first, build(other) as second:
-        train(second)
-        in_a_thread(lambda: train(first))
-        assert differences(weights(first), alone) == []
-        assert differences(weights(second), other_alone) == []
-
-
-def press_ctrl_c(run: Run) -> None:
-    raise KeyboardInterrupt
-
-
 def test_a_training_that_failed_blocks_no_other_thread(config: RunConfig, alone: Weights) -> None:
     with build(config) as run:
-        run.hooks.append(AtSteps(1, press_ctrl_c))
+        run.hooks.append(AtSteps(1, interrupt))
         with pytest.raises(Interrupted):
             train(run)
     assert differences(in_a_thread(lambda: trained(config)), alone) == []
