@@ -179,19 +179,27 @@ def test_batchnorm_without_values_enough_is_the_same_error(my_package: None) -> 
 
 # under a real limit, in a process of its own
 
-LIMITED = """
+WARM = """
 import json, resource, sys, torch
 a = torch.randn(512, 512, requires_grad=True)  # threads and libraries are there before the limit
 (a @ a).sum().backward()
 torch.nn.functional.conv2d(torch.randn(4, 3, 32, 32), torch.randn(8, 3, 3, 3))
 from hashlib import sha256
-from runner import build, compose, train
+from runner import Hook, build, compose, train
 from runner.core.device import memory
 from runner.core.errors import RunnerError
-with open("/proc/self/statm") as file:
-    held = int(file.read().split()[0]) * memory.PAGE
-if left := int(sys.argv[1]):
-    resource.setrlimit(resource.RLIMIT_AS, (held + (left << 20), resource.RLIM_INFINITY))
+
+def limit(mib):
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * memory.PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (held + (mib << 20), resource.RLIM_INFINITY))
+
+class Limit(Hook):  # set after the graph is compiled: a compiler has no room in it
+    def on_step(self, run, step):
+        if step.number == 1: limit(60)
+"""
+LIMITED = """
+if left := int(sys.argv[1]): limit(left)
 try:
     with build(compose(sys.argv[2:])) as run:
         summary = train(run)
@@ -203,20 +211,6 @@ print(json.dumps({"micro": run.micro_batch, "weights": sha256(state).hexdigest()
                   "faults": summary.faults, "status": summary.status, "steps": summary.steps}))
 """
 GRAPH_LIMITED = """
-import json, resource, sys, torch
-a = torch.randn(512, 512, requires_grad=True)
-(a @ a).sum().backward()
-from runner import build, compose, train
-from runner.core.device import memory
-from runner.core.interfaces.hook import Hook
-
-class Limit(Hook):  # set after the graph is compiled: a compiler has no room in it
-    def on_step(self, run, step):
-        if step.number == 1:
-            with open("/proc/self/statm") as file:
-                held = int(file.read().split()[0]) * memory.PAGE
-            resource.setrlimit(resource.RLIMIT_AS, (held + (60 << 20), resource.RLIM_INFINITY))
-
 with build(compose(sys.argv[1:])) as run:
     run.hooks.append(Limit())
     summary = train(run)
@@ -231,7 +225,7 @@ LARGE = ["data=synthetic", "data.form=tokens", "data.sequence=256", "model=gpt",
 def program(code: str, *typed: str) -> subprocess.CompletedProcess[str]:
     # one heap: what idle threads' heaps reserve would count as held, and be there to fill
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
-    command = [sys.executable, "-c", code, *typed]
+    command = [sys.executable, "-c", WARM + code, *typed]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
