@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.optim.fused_kernel import RevertibleStep
 from runner.core.optim.optimizer import build_optimizer
@@ -140,14 +140,6 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one(kind: dict[str, Any]) -> 
 def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_clipped_as_one() -> (
     None
 ):
-    class Looks(Hook):
-        def __init__(self) -> None:
-            self.largest: list[float] = []
-
-        def on_gradients(self, run: Run, step: Step) -> None:
-            gradients = [p.grad for p in run.update.parameters if p.grad is not None]
-            self.largest.append(max(float(g.abs().max()) for g in gradients))
-
     overrides = [
         "optimization=none",
         *("data=synthetic", "data.form=tabular", "data.features=16", "data.samples=128"),
@@ -155,16 +147,20 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
         *("optimizer.name=SGD", "optimizer.lr=1.0", "optimizer.weight_decay=0"),
         *("stability.clip_value=1e-4", "stability.clip_adaptive=0.5", "stability.clip_norm=null"),
     ]
-    weights = []
+
+    def keep_largest(run: Run, step: Step) -> None:
+        gradients = [p.grad for p in run.update.parameters if p.grad is not None]
+        largest.append(max(float(g.abs().max()) for g in gradients))
+
+    ends = []
     for micro_batch in (32, 8):
-        looks = Looks()
+        largest: list[float] = []
         with runs.opened(*overrides, f"training.micro_batch={micro_batch}") as run:
-            run.hooks.append(looks)
-            before = [p.detach().clone() for p in run.update.parameters]
+            run.hooks.append(runs.hook(on_gradients=keep_largest))
+            before = runs.weights(run)
             train(run)
-            weights.append([p.detach().clone() for p in run.update.parameters])
-        assert max(looks.largest) > 1e-3
-        for old, new in zip(before, weights[-1], strict=True):
-            assert float((new - old).abs().max()) <= 6 * 1e-4 * 1.001
-    for a, b in zip(*weights, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+            ends.append(runs.weights(run))
+        assert max(largest) > 1e-3
+        for name, old in before.items():
+            assert float((ends[-1][name] - old).abs().max()) <= 6 * 1e-4 * 1.001
+    torch.testing.assert_close(*ends, atol=1e-5, rtol=1e-3)
