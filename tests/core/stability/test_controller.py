@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 from runner import evaluate, train
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import GaveUp, Interrupted
-from runner.core.interfaces.hook import Hook, Step, Verdict
+from runner.core.interfaces.hook import Hook, Verdict
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.stability.messages import Decision, share_decision
@@ -31,23 +31,17 @@ from tests.core.stability.faulty import (
     louder,
     train_faulty,
 )
-from tests.runs import AtSteps, differences, faults, interrupt, rows, weights
+from tests.runs import AtSteps, differences, faults, hook, interrupt, rows, weights
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
 WARM = [*LINE, "training.steps=60"]
 
 
-class Past(Hook):
-    """The weights after some steps."""
-
-    def __init__(self, *steps: int) -> None:
-        self.steps = steps
-        self.weights: dict[int, dict[str, Tensor]] = {}
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number in self.steps:
-            self.weights[step.number] = weights(run)
+def keep_weights(at: Collection[int]) -> tuple[dict[int, dict[str, Tensor]], Hook]:
+    """The weights after some steps, and the hook that keeps them."""
+    kept: dict[int, dict[str, Tensor]] = {}
+    return kept, AtSteps(at, lambda run: kept.update({run.progress.step: weights(run)}))
 
 
 def times(factor: float) -> Change:
@@ -97,16 +91,12 @@ def test_each_fault_is_named_right_skipped_and_survived(tmp_path: Path) -> None:
 
 def test_a_run_with_a_spike_is_that_without_the_batch(tmp_path: Path) -> None:
     """The device skips it in the very step: nothing of it is left, bit for bit."""
-
-    class Veto(Hook):
-        def on_gradients(self, run: Run, step: Step) -> Verdict | None:
-            return Verdict.SKIP if step.number == 45 else None
-
+    veto = hook(on_gradients=lambda run, step: Verdict.SKIP if step.number == 45 else None)
     ends = []
-    for at, hooks in (({45: louder}, []), ({}, [Veto()])):
-        past = Past(60)
-        summary = train_faulty([*WARM, *WATCHFUL], None, at, *hooks, past)
-        ends.append(past.weights)
+    for at, hooks in (({45: louder}, []), ({}, [veto])):
+        past, keeps = keep_weights([60])
+        summary = train_faulty([*WARM, *WATCHFUL], None, at, *hooks, keeps)
+        ends.append(past)
         assert summary.skipped_steps == 1
     assert summary.faults == {}
     assert differences(*ends) == []
@@ -172,12 +162,12 @@ def test_statistics_of_a_bad_batch_are_restored_and_lost_ones_roll_back_at_once(
 ) -> None:
     """Inputs of 1e25 have a variance of Inf and normalise to 0."""
     run_of_60 = [*NOISY, "training.steps=60", "checkpoint.every=10"]
-    for name, hook, first, counts in (
+    for name, spoils, first, counts in (
         ("restored", Loud(23), (23, "skipped"), {"buffers": 1}),
         ("lost", AtSteps(23, ruin_statistics), (24, "rolling back"), {"buffers": 7, "rollback": 1}),
     ):
         with faulty(run_of_60, tmp_path / name) as run:
-            run.hooks.append(hook)
+            run.hooks.append(spoils)
             summary = train(run)
             assert all(b.isfinite().all() for b in run.model.buffers())
         assert (summary.status, summary.faults) == ("done", counts)
@@ -215,12 +205,13 @@ def test_a_roll_back_leaves_the_streak_and_does_not_go_to_a_checkpoint_of_it(
     often = ["checkpoint.every=5", "checkpoint.keep=1", "training.steps=65"]
     often.append("debug.capture.enabled=false")
     with faulty([*WARM, *often], tmp_path, at) as run:
-        run.hooks.append(past := Past(40, 44, 60, 61))
+        past, keeps = keep_weights([40, 44, 60, 61])
+        run.hooks.append(keeps)
         train(run)
         said = [f.message for f in run.history.faults.values() if f.kind == "rollback"]
     assert said[0].startswith("rolled back to step 40")
-    assert not differences(past.weights[60], past.weights[44])  # on_step is before the roll-back
-    assert differences(past.weights[60], past.weights[40])
+    assert not differences(past[60], past[44])  # on_step is before the roll-back
+    assert differences(past[60], past[40])
 
 
 def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_path: Path) -> None:
@@ -228,10 +219,11 @@ def test_a_checkpoint_from_among_bad_steps_is_not_gone_back_to_later_either(tmp_
     at = dict.fromkeys(range(41, 51), times(math.nan))
     every = ["checkpoint.every=24", "checkpoint.keep=9", "training.steps=70"]
     with faulty([*WARM, *every, "stability.max_consecutive_skips=3"], tmp_path, at) as run:
-        run.hooks += [past := Past(24, 48), AtSteps(70, roll_back)]
+        past, keeps = keep_weights([24, 48])
+        run.hooks += [keeps, AtSteps(70, roll_back)]
         assert train(run).faults["rollback"] == 2
-        assert not differences(past.weights[24], weights(run))
-    assert differences(past.weights[24], past.weights[48])
+        assert not differences(past[24], weights(run))
+    assert differences(past[24], past[48])
 
 
 def test_a_roll_back_at_the_last_step_is_what_is_validated_and_saved(tmp_path: Path) -> None:
@@ -330,22 +322,6 @@ def test_on_anomaly_raise_ends_the_run_at_the_first_that_is_not_finite(tmp_path:
     with pytest.raises(GaveUp, match=r"step 44: the loss was nan \(debug\.on_anomaly=raise\)"):
         train_faulty(overrides, tmp_path, {35: louder, 44: times(math.nan)})
     assert (tmp_path / "checkpoints/step_00000050").is_dir()
-
-
-def test_its_last_words_are_about_the_step_it_gave_up_at_and_lead_to_a_capture(
-    tmp_path: Path,
-) -> None:
-    at = {step: times(math.nan) for step in range(11, 61)}
-    limits = ["stability.max_rollbacks=0", "stability.max_consecutive_skips=3"]
-    with faulty([*WARM, *limits, "debug.capture.at_most=2"], tmp_path, at) as run:
-        with pytest.raises(GaveUp) as caught:
-            train(run)
-    assert run.progress.consecutive_skips == 10  # the host learned late
-    said = str(caught.value)
-    assert "step 14: the loss was nan, 4 bad steps in a row" in said
-    assert "not rolled back (stability.max_rollbacks=0)" in said
-    assert "replay.path=" in said and "step_00000011" in said
-    assert said.endswith("or raise stability.max_rollbacks")
 
 
 def test_a_hook_that_asks_too_often_is_refused() -> None:
