@@ -102,9 +102,6 @@ def test_a_bare_model_gets_no_cuda_graphs_as_calls_would_overwrite_outputs() -> 
 # dropped by halving
 
 
-Backend = Callable[[Any, Any], Any]
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Compile by tracing alone; returns the modes of the compiled calls."""
