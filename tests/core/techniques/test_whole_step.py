@@ -13,7 +13,7 @@ from torch import Tensor
 
 from runner import train
 from runner.core.errors import DataError
-from runner.core.interfaces.hook import Hook, Report, Step
+from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.techniques import compiler
@@ -35,20 +35,11 @@ WHOLE = [
 ]
 
 
-class Losses(Hook):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_report(self, run: Run, report: Report) -> None:
-        self.seen += report.loss
-
-
 def trained(*overrides: str, folder: Path | None = None) -> tuple[Run, Summary, list[float]]:
-    losses = Losses()
+    losses: list[float] = []
     with runs.opened(*overrides, folder=folder) as run:
-        run.hooks.append(losses)
-        summary = train(run)
-    return run, summary, losses.seen
+        run.hooks.append(runs.hook(on_report=lambda run, report: losses.extend(report.loss)))
+        return run, train(run), losses
 
 
 def everything(run: Run) -> list[Any]:
