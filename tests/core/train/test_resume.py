@@ -25,7 +25,7 @@ from runner.core.security.paths import distrust_resumed_folder
 from runner.core.train import run_state
 from tests import runs
 from tests.faults.end_state import end_state, run_files
-from tests.runs import AtSteps, command, interrupt, opened, rows
+from tests.runs import AtSteps, command, hook, interrupt, opened, rows
 
 NOISY = [*runs.NOISY, "training.batch_size=20"]
 CANCER = ["data=cancer", "model=mlp"]
@@ -192,24 +192,16 @@ def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Pat
     assert (again.status, again.steps) == ("stopped", summary.steps)
 
 
-class Draws(Hook):
-    """What a user's own hook draws from the generators of Python and NumPy."""
-
-    def __init__(self) -> None:
-        self.drawn: dict[int, tuple[float, float]] = {}
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self.drawn[step.number] = random.random(), float(np.random.random())
-
-
 def test_the_random_draws_of_a_hook_continue_after_a_resume(tmp_path: Path) -> None:
-    straight, resumed = Draws(), Draws()
     typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
     again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"
-    for hook, overrides, folder in ((straight, typed, tmp_path), (resumed, [*typed, again], None)):
-        runs.trained(*overrides, folder=folder, hooks=[hook])
-    assert list(resumed.drawn) == [5, 6, 7, 8]
-    assert all(straight.drawn[step] == drawn for step, drawn in resumed.drawn.items())
+    drawn: list[list[tuple[float, float]]] = []
+    draws = hook(on_step=lambda *_: drawn[-1].append((random.random(), np.random.random())))
+    for overrides, folder in ((typed, tmp_path), ([*typed, again], None)):
+        drawn.append([])
+        runs.trained(*overrides, folder=folder, hooks=[draws])
+    straight, resumed = drawn
+    assert len(straight) == 8 and resumed == straight[4:]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
