@@ -109,6 +109,14 @@ def test_a_job_without_a_summary_is_done_if_it_reports_its_end(start: str, folde
     assert [job["status"] for job in jobs] == ["done", "done"] and done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_sweep_keeps_where_user_code_called_sys_exit(folder: Path) -> None:
+    done = command(folder, "-m", *SHORT, *NET, "+model.how=zero,fine", "hydra.sweep.dir=outputs/s")
+    jobs = json.loads((folder / "outputs/s/sweep.json").read_text())["jobs"]
+    assert done.returncode == 7 and [job["status"] for job in jobs] == ["failed", "done"]
+    assert f"sys.exit(0) ({folder}/own.py:" in jobs[0]["reason"]
+
+
 def test_a_process_of_a_run_that_ends_with_code_0_before_its_outcome_is_lost() -> None:
     done, running = (RankOutcome(rank, kind) for rank, kind in enumerate(("done", "running")))
     ends = [RankEnd(0, "process 0", 0, outcome=done), RankEnd(1, "process 1", 0, outcome=running)]
