@@ -20,6 +20,22 @@ from runner.core.optim.schedule import lr_factors
 from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.core.schemas.stability import StabilityConfig
 
+FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
+MOMENTUM = {"momentum": 0.9, "nesterov": True}
+OPTIMIZERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *[(name, {}, how) for name in ("AdamW", "Adam", "Adagrad") for how in (FUSED, LISTS, LOOP)],
+    ("Adam", {"amsgrad": True}, FUSED),
+    *[("SGD", options, how) for options in (MOMENTUM, {}) for how in (FUSED, LISTS, LOOP)],
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}, LISTS),
+    *[
+        (name, {}, how)
+        for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "Adafactor")
+        for how in (LISTS, LOOP)
+    ],
+    *[("RMSprop", {"momentum": 0.9, "centered": True}, how) for how in (LISTS, LOOP)],
+    ("Muon", {}, {}),
+]
+
 
 def model(plain: bool = True) -> nn.Module:
     """With BatchNorm; without vectors among its weights where it is not `plain`."""
