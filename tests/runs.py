@@ -99,6 +99,20 @@ class AtSteps(Hook):
         return result if isinstance(result, Verdict) else None
 
 
+def hook(**events: Callable[[Run, Any], Any]) -> Hook:
+    """A hook that calls these functions at its events, and returns their verdicts."""
+
+    def method(action: Callable[[Run, Any], Any]) -> Callable[..., Verdict | None]:
+        def on_event(self: Hook, run: Run, event: Any) -> Verdict | None:
+            result = action(run, event)
+            return result if isinstance(result, Verdict) else None
+
+        return on_event
+
+    made: Hook = type("Given", (Hook,), {name: method(act) for name, act in events.items()})()
+    return made
+
+
 def interrupt(run: Run) -> None:
     """Send SIGTERM to this process, as an action after a step."""
     os.kill(os.getpid(), signal.SIGTERM)

@@ -234,7 +234,7 @@ def test_columns_of_labels_are_said_and_learned_by_a_loss_for_them(tmp_path: Pat
         assert (notice.key, notice.value) == ("data.target", "standardised")
         assert notice.reason.startswith("integers taken as numbers; ")
         assert notice.reason.endswith(advice)
-    with build(compose(typed)) as run:
+    with runs.opened(*typed) as run:
         train(run)
         assert len([choice for choice in run.choices if advice in choice.reason]) == 1
     for said in (advice, "data.task=regression"):

@@ -158,8 +158,3 @@ def test_a_batch_size_above_the_sample_count_uses_all_samples_and_warns_once(
             assert work(run) == expected  # figures are of the batch that runs
     (said,) = [m for m in caplog.messages if "training.batch_size" in m]
     assert "training.batch_size=100000" in said and f"{there} training samples" in said
-
-
-def test_it_is_an_error_where_such_a_batch_would_be_dropped() -> None:
-    with pytest.raises(ConfigError, match="training.batch_size: 100000 exceeds"):
-        build(compose([*DATA, "training.batch_size=100000", "data.drop_last=true"])).close()

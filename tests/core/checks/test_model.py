@@ -18,14 +18,14 @@ from runner import compose, train
 from runner.core.build.setup import Components
 from runner.core.checks.model import check_model
 from runner.core.findings import Severity
-from runner.core.interfaces.hook import Hook, Report
+from runner.core.interfaces.hook import Report
 from runner.core.interfaces.run import Run
 from runner.core.jobs import evaluate as job
 from runner.core.jobs import run_report as report
 from runner.core.record.history import History
 from runner.core.record.summary import Summary
 from runner.core.techniques.recompute import RecomputedBlocks, RecomputePolicy
-from tests.runs import AtSteps, differences, opened, trained, weights
+from tests.runs import AtSteps, differences, hook, opened, trained, weights
 
 FAULT, WARNING, NOTE = Severity.REFUSAL, Severity.WARNING, Severity.NOTE
 Change = Callable[[nn.Module], Any]
@@ -129,19 +129,18 @@ CLEAN = {"ok": True, "faults": 0, "warnings": 0, "notes": 0, "worst": [], "after
 SHORT = ["data=cancer", "monitoring=quiet", "training.steps=30"]
 
 
-class Spoils(Hook):
-    """Plants a fault while the run trains; it is above all guards, as a defect of memory is."""
-
-    def on_report(self, run: Run, report: Report) -> None:
-        if report.last == run.total_steps:
-            run.model.state_dict()["layers.0.weight"].flatten()[0] = math.nan
+def spoil_at_the_end(run: Run, report: Report) -> None:
+    """It is above all guards, as a defect of memory is."""
+    if report.last == run.total_steps:
+        run.model.state_dict()["layers.0.weight"].flatten()[0] = math.nan
 
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Summary]:
     """A run whose weights were spoiled at its last step."""
     folder = tmp_path_factory.mktemp("spoiled")
-    return folder, trained(*SHORT, "monitoring=default", folder=folder, hooks=[Spoils()])
+    hooks = [hook(on_report=spoil_at_the_end)]
+    return folder, trained(*SHORT, "monitoring=default", folder=folder, hooks=hooks)
 
 
 def test_a_finding_after_training_is_in_every_record(

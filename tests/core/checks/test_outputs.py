@@ -50,9 +50,8 @@ def test_outputs_become_finite_and_finite_ones_keep_their_bits(dtype: torch.dtyp
         assert torch.equal(bits(clean)[sound], bits(x)[sound])
         assert clean[x.isnan()].tolist() == [-2.0] * int(x.isnan().sum())
         assert bool((clean[x.isinf()].abs() == 100).all())
-        assert changes.read() == {
-            "nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "limited": 0,
-        }  # fmt: skip
+        counts = {"nan": int(x.isnan().sum()), "inf": int(x.isinf().sum()), "limited": 0}
+        assert changes.read() == counts
         low, high = (-1.5, 2.0) if seed % 2 else (0.0, None)
         clean, changes = sanitise(x, low=low, high=high)
         assert bool((clean >= low).all()) and bool(clean.isfinite().all())
@@ -62,29 +61,23 @@ def test_outputs_become_finite_and_finite_ones_keep_their_bits(dtype: torch.dtyp
         assert changes.read()["limited"] == int((~sound & x.isfinite()).sum())
 
 
-def test_masked_logits_still_give_nothing_to_the_masked_class() -> None:
-    x = torch.tensor([[1.0, -math.inf, 2.0]])
-    clean, _ = sanitise(x)
-    assert torch.equal(clean.softmax(1), x.softmax(1))
-
-
 def test_nests_come_back_as_they_were_and_their_changes_are_summed() -> None:
     Pair = namedtuple("Pair", ["a", "b"])
     x = torch.tensor([1.0, math.nan])
-    nest = {"pair": Pair(x, [x, "name", None]), "ids": torch.arange(3)}
-    clean, changes = sanitise(nest)
+    nest = {"pair": Pair(x, [x, "name", None]), "ids": torch.arange(3), "none": torch.empty(0, 3)}
+    clean, changes = sanitise(nest, low=0.0)
     assert type(clean["pair"]) is Pair and clean["pair"].b[1:] == ["name", None]
-    assert clean["ids"] is nest["ids"]
-    assert changes.read()["nan"] == 2
+    assert clean["ids"] is nest["ids"] and clean["none"].shape == (0, 3)
+    assert changes.read() == {"nan": 2, "inf": 0, "limited": 0}
     assert type(sanitise(OrderedDict(a=x))[0]) is OrderedDict
     assert Changes().read() == {"nan": 0, "inf": 0, "limited": 0}
     assert (Changes() + changes).read() == changes.read()
     assert describe_changes(changes.read()) == "2 NaN" and describe_changes(Changes().read()) == ""
 
 
-def test_an_empty_output_is_in_order() -> None:
-    clean, changes = sanitise(torch.empty(0, 3), low=0.0)
-    assert clean.shape == (0, 3) and not any(changes.read().values())
+def test_masked_logits_still_give_nothing_to_the_masked_class() -> None:
+    x = torch.tensor([[1.0, -math.inf, 2.0]])
+    assert torch.equal(sanitise(x)[0].softmax(1), x.softmax(1))
 
 
 NAN, NO_TENSOR = torch.tensor([math.nan]), "output must be a tensor, or tensors in dicts"

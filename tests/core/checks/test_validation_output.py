@@ -11,7 +11,7 @@ from torch import nn
 
 from runner import build, compose, train
 from runner.core.errors import ConfigError
-from runner.core.interfaces.hook import Evaluation, Hook
+from runner.core.interfaces.hook import Evaluation
 from runner.core.interfaces.run import Run
 from runner.core.objectives.regression import RegressionObjective
 from runner.core.record.summary import Summary
@@ -19,20 +19,6 @@ from tests import runs
 
 SHORT = ["model=mlp", "optimization=none", "monitoring=quiet", "optimizer.lr=1e-9"]
 SHORT += ["training.steps=40", "training.validate_every=10", "optimizer.weight_decay=0"]
-
-
-class Constant(Hook):
-    """Sets all weights of the last layer to 0 after a validation of `after` steps."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        if evaluation.step == self.after:
-            last = [m for m in run.model.modules() if isinstance(m, nn.Linear)][-1]
-            with torch.no_grad():
-                last.weight.zero_()
-                last.bias.copy_(torch.arange(float(len(last.bias))))
 
 
 def regression(folder: Path) -> list[str]:
@@ -44,7 +30,16 @@ def regression(folder: Path) -> list[str]:
 
 
 def trained(folder: Path, data: list[str], after: int) -> Summary:
-    return runs.trained(*data, *SHORT, folder=folder / "run", hooks=[Constant(after)])
+    """A run whose last layer has only zeros from the validation of step `after` on."""
+
+    def zero(run: Run, evaluation: Evaluation) -> None:
+        if evaluation.step == after:
+            last = [m for m in run.model.modules() if isinstance(m, nn.Linear)][-1]
+            last.weight.data.zero_()
+            last.bias.data.copy_(torch.arange(float(len(last.bias))))
+
+    hooks = [runs.hook(on_validation=zero)]
+    return runs.trained(*data, *SHORT, folder=folder / "run", hooks=hooks)
 
 
 @pytest.mark.parametrize("task", ["classes", "numbers"])

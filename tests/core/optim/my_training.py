@@ -187,9 +187,6 @@ class Averaged(torch.optim.SGD):
 class SAM(torch.optim.SGD):
     """Sharpness-aware minimisation, whose step() asserts that it got a closure."""
 
-    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay)
-
     def step(self, closure: Any = None) -> Any:
         assert closure is not None
         closure()

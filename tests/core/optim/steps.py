@@ -20,6 +20,22 @@ from runner.core.optim.schedule import lr_factors
 from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig, ScheduleKind
 from runner.core.schemas.stability import StabilityConfig
 
+FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
+MOMENTUM = {"momentum": 0.9, "nesterov": True}
+OPTIMIZERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *[(name, {}, how) for name in ("AdamW", "Adam", "Adagrad") for how in (FUSED, LISTS, LOOP)],
+    ("Adam", {"amsgrad": True}, FUSED),
+    *[("SGD", options, how) for options in (MOMENTUM, {}) for how in (FUSED, LISTS, LOOP)],
+    ("SGD", {"momentum": 0.9, "dampening": 0.5}, LISTS),
+    *[
+        (name, {}, how)
+        for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "Adafactor")
+        for how in (LISTS, LOOP)
+    ],
+    *[("RMSprop", {"momentum": 0.9, "centered": True}, how) for how in (LISTS, LOOP)],
+    ("Muon", {}, {}),
+]
+
 
 def model(plain: bool = True) -> nn.Module:
     """With BatchNorm; without vectors among its weights where it is not `plain`."""
@@ -65,15 +81,11 @@ def step(
     parts: int = 1,
 ) -> tuple[float, bool]:
     """A step whose loss has `beside` added to it, which gradients know nothing of."""
-    update.begin()
-    total = torch.zeros(())
-    for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True):
-        loss = nn.functional.cross_entropy(net(x), y) / parts
-        (loss if update.scale is None else loss * update.scale.value).backward()
-        total += loss.detach()
-    norm, skipped = update.measure(total + beside)
-    update.apply(norm, skipped)
-    return float(norm), bool(skipped)
+    losses = [
+        lambda x=x, y=y: nn.functional.cross_entropy(net(x), y) / parts
+        for x, y in zip(batch[0].chunk(parts), batch[1].chunk(parts), strict=True)
+    ]
+    return take_step(update, *losses, beside=beside)
 
 
 def net_and_twin() -> tuple[nn.Module, nn.Module]:
@@ -97,13 +109,16 @@ def train_beside(
 
 
 def take_step(
-    update: OptimizerStep, forward: Callable[[], Tensor], beside: float = 0.0
+    update: OptimizerStep, *losses: Callable[[], Tensor], beside: float = 0.0
 ) -> tuple[float, bool]:
-    """A step with the loss that `forward` returns, and `beside` added as in `step`."""
+    """A step with the sum of what `losses` return, and `beside` added as in `step`."""
     update.begin()
-    loss = forward()
-    (loss if update.scale is None else loss * update.scale.value).backward()
-    norm, skipped = update.measure(loss.detach() + beside)
+    total = torch.zeros(())
+    for forward in losses:
+        loss = forward()
+        (loss if update.scale is None else loss * update.scale.value).backward()
+        total += loss.detach()
+    norm, skipped = update.measure(total + beside)
     update.apply(norm, skipped)
     return float(norm), bool(skipped)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -228,13 +227,3 @@ def test_the_summary_says_what_makes_the_update(
     assert row.requested and row.engaged == engaged and bool(row.reason) != engaged
     assert row.evidence.get("guard") == guard
     assert guard or f"the step() of {name} is not torch's own" in row.reason
-
-
-def test_a_run_with_a_user_optimizer_can_be_resumed(tmp_path: Path) -> None:
-    settings = config("FromScratch", "basic")
-    checkpoint = replace(settings.checkpoint, resume="auto")
-    for steps in (2, 4):
-        training = replace(settings.training, steps=steps)
-        with build(replace(settings, training=training, checkpoint=checkpoint), tmp_path) as run:
-            assert run.progress.step == steps - 2
-            assert train(run).status == "done"

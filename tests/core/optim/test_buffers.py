@@ -49,31 +49,15 @@ def updates(net: nn.Module, fused: bool) -> OptimizerStep:
     return OptimizerStep(net, optimizer, StabilityConfig(), 0.01, [1.0])
 
 
-def grow(net: nn.Module, x: Tensor) -> None:
-    net.kept = torch.zeros(net.kept.numel() * 2)  # type: ignore[operator,union-attr]
-
-
-def appear(net: nn.Module, x: Tensor) -> None:
-    net.kept = x.mean(0)
-
-
-def drop(net: nn.Module, x: Tensor) -> None:
-    net.kept = None  # type: ignore[assignment]
-
-
-def register(net: nn.Module, x: Tensor) -> None:
-    net.register_buffer("more", x.mean(0))
-
-
 def nothing(net: nn.Module, x: Tensor) -> None:
     pass
 
 
 KINDS: dict[str, tuple[Tensor | None, Change]] = {
-    "grows": (torch.zeros(1), grow),
-    "None at first": (None, appear),
-    "dropped": (torch.ones(3), drop),
-    "registered late": (None, register),
+    "grows": (torch.zeros(1), lambda net, x: setattr(net, "kept", torch.cat([net.kept] * 2))),
+    "None at first": (None, lambda net, x: setattr(net, "kept", x.mean(0))),
+    "dropped": (torch.ones(3), lambda net, x: setattr(net, "kept", None)),
+    "registered late": (None, lambda net, x: net.register_buffer("more", x.mean(0))),
     "expanded": (torch.zeros(1).expand(6), nothing),
     "float8": (torch.ones(4).to(torch.float8_e4m3fn), nothing),
 }

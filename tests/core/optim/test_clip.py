@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.optim.fused_kernel import RevertibleStep
 from runner.core.optim.optimizer import build_optimizer
@@ -142,14 +142,6 @@ def test_a_sparse_gradient_is_clipped_as_the_dense_one(kind: dict[str, Any]) -> 
 def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_clipped_as_one() -> (
     None
 ):
-    class Looks(Hook):
-        def __init__(self) -> None:
-            self.largest: list[float] = []
-
-        def on_gradients(self, run: Run, step: Step) -> None:
-            gradients = [p.grad for p in run.update.parameters if p.grad is not None]
-            self.largest.append(max(float(g.abs().max()) for g in gradients))
-
     overrides = [
         "optimization=none",
         *("data=synthetic", "data.form=tabular", "data.features=16", "data.samples=128"),
@@ -157,77 +149,65 @@ def test_gradients_reach_hooks_before_they_are_clipped_and_micro_batches_are_cli
         *("optimizer.name=SGD", "optimizer.lr=1.0", "optimizer.weight_decay=0"),
         *("stability.clip_value=1e-4", "stability.clip_adaptive=0.5", "stability.clip_norm=null"),
     ]
-    weights = []
+
+    def keep_largest(run: Run, step: Step) -> None:
+        gradients = [p.grad for p in run.update.parameters if p.grad is not None]
+        largest.append(max(float(g.abs().max()) for g in gradients))
+
+    ends = []
     for micro_batch in (32, 8):
-        looks = Looks()
+        largest: list[float] = []
         with runs.opened(*overrides, f"training.micro_batch={micro_batch}") as run:
-            run.hooks.append(looks)
-            before = [p.detach().clone() for p in run.update.parameters]
+            run.hooks.append(runs.hook(on_gradients=keep_largest))
+            before = runs.weights(run)
             train(run)
-            weights.append([p.detach().clone() for p in run.update.parameters])
-        assert max(looks.largest) > 1e-3
-        for old, new in zip(before, weights[-1], strict=True):
-            assert float((new - old).abs().max()) <= 6 * 1e-4 * 1.001
-    for a, b in zip(*weights, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+            ends.append(runs.weights(run))
+        assert max(largest) > 1e-3
+        for name, old in before.items():
+            assert float((ends[-1][name] - old).abs().max()) <= 6 * 1e-4 * 1.001
+    torch.testing.assert_close(*ends, atol=1e-5, rtol=1e-3)
 
 
-class ChangesGradients(Hook):
-    """Replaces each number of the gradients in the third step."""
-
-    every = 3
-
-    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
-        self.change, self.norms = change, list[float]()
-
-    def on_gradients(self, run: Run, step: Step) -> None:
+def change_gradients(change: Callable[[Tensor], Tensor]) -> Callable[[Run, Step], None]:
+    def on_gradients(run: Run, step: Step) -> None:
         for parameter in run.model.parameters():
             assert parameter.grad is not None
-            parameter.grad.data = self.change(parameter.grad)
+            parameter.grad.data = change(parameter.grad)
 
-    def on_step(self, run: Run, step: Step) -> None:
-        self.norms.append(float(step.grad_norm))
+    return on_gradients
 
 
 @pytest.mark.parametrize("fault", [math.nan, 0.5])
 def test_what_hooks_make_of_the_gradients_is_guarded_and_clipped(fault: float) -> None:
     overrides = (
-        *("data=cancer", "optimization=none", "training.steps=3", "training.batch_size=16"),
-        *("optimizer.name=SGD", "optimizer.lr=1", "schedule=constant"),
-        *("optimizer.weight_decay=0", "stability.clip_norm=0.01", "training.validate_every=3"),
+        *("data=cancer", "optimization=none", "training.steps=1", "training.batch_size=16"),
+        *("optimizer.name=SGD", "optimizer.lr=1", "optimizer.weight_decay=0"),
+        *("schedule=constant", "stability.clip_norm=0.01"),
     )
-    steps: list[float] = []
-    hook = ChangesGradients(lambda gradient: torch.full_like(gradient, fault))
+    spoil, norms = change_gradients(lambda g: torch.full_like(g, fault)), list[float]()
+
+    def keep_norm(run: Run, step: Step) -> None:
+        norms.append(float(step.grad_norm))
+
     with runs.opened(*overrides) as run:
-        weights = [p.detach().clone() for p in run.model.parameters()]
-
-        class Moves(Hook):
-            def on_step(self, run: Run, step: Step) -> None:
-                moved = [p - old for p, old in zip(run.model.parameters(), weights, strict=True)]
-                steps.append(float(torch.cat([m.detach().flatten() for m in moved]).norm()))
-                weights[:] = [p.detach().clone() for p in run.model.parameters()]
-
-        run.hooks += [hook, Moves()]
+        before = runs.weights(run)
+        run.hooks.append(runs.hook(on_gradients=spoil, on_step=keep_norm))
         summary = train(run)
-    count = sum(p.numel() for p in weights)
+        moved = torch.cat([(new - before[k]).flatten() for k, new in runs.weights(run).items()])
     if math.isnan(fault):
-        assert summary.skipped_steps == 1 and steps[2] == 0 and math.isnan(hook.norms[0])
+        assert summary.skipped_steps == 1 and not moved.any() and math.isnan(norms[0])
     else:
         assert summary.skipped_steps == 0
-        assert hook.norms == [pytest.approx(fault * count**0.5, rel=1e-4)]
-        assert steps[2] == pytest.approx(0.01, rel=1e-3)
+        assert norms == [pytest.approx(fault * moved.numel() ** 0.5, rel=1e-4)]
+        assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_a_hook_that_repairs_the_gradients_has_the_step_made() -> None:
-    hook = ChangesGradients(lambda gradient: gradient.nan_to_num(0.0))
-    hook.every = 1
-
     def spoil(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad[0] = math.nan
 
     with runs.opened("data=cancer", "optimization=none", "training.steps=3") as run:
         run.update.parameters[0].register_post_accumulate_grad_hook(spoil)
-        run.hooks.append(hook)
+        run.hooks.append(runs.hook(on_gradients=change_gradients(lambda g: g.nan_to_num(0.0))))
         assert train(run).skipped_steps == 0
-    assert all(math.isfinite(norm) for norm in hook.norms)

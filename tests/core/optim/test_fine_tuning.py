@@ -74,21 +74,6 @@ def test_frozen_parts_stay_as_they_are_without_state_and_a_killed_run_ends_in_th
 
 
 @pytest.mark.slow
-@runs.needs_compiler
-def test_the_whole_step_updates_each_group_at_its_own_rate() -> None:
-    weights, own = [], ["data=cancer", "model=mlp", "training.steps=8", "schedule=cosine"]
-    own += ["optimizer.freeze=[layers.0]", "optimizer.groups=[{match: '*.bias', lr: 0.05}]"]
-    for whole in ("false", "true"):
-        level = ["optimization=none", f"optimization.whole_step.enabled={whole}"]
-        with runs.opened(*own, *level, "optimizer.ema=0.9") as run:
-            summary = train(run)
-            weights.append({n: p.detach().clone() for n, p in run.model.named_parameters()})
-    assert runs.status(summary, "whole_step").engaged, runs.status(summary, "whole_step").reason
-    for name in weights[0]:
-        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_shards_and_copies_take_frozen_parts_and_rates_as_one_process_does() -> None:
     own = ["data=cancer", "model=mlp", "training.batch_size=150", "training.steps=6"]
     own += ["optimizer.freeze=[layers.0]", "optimizer.groups=[{match: '*.bias', lr: 0.05}]"]

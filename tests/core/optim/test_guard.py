@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner import build, train
 from runner.core.interfaces.batch import Batch
-from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.optim.fused_kernel import RevertibleStep
 from runner.core.optim.optimizer import build_optimizer, find_optimizer
@@ -24,24 +24,18 @@ from runner.core.schemas.stability import StabilityConfig
 from runner.core.train.step import make_step
 from tests import runs
 
-from .steps import assert_same, batches, make, model, step, take_step
-
-FUSED, LISTS, LOOP = {"fused": True}, {"foreach": True}, {"foreach": False}
-MOMENTUM = {"momentum": 0.9, "nesterov": True}
-OPTIMIZERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    *[(name, {}, how) for name in ("AdamW", "Adam", "Adagrad") for how in (FUSED, LISTS, LOOP)],
-    ("Adam", {"amsgrad": True}, FUSED),
-    *[("SGD", options, how) for options in (MOMENTUM, {}) for how in (FUSED, LISTS, LOOP)],
-    ("SGD", {"momentum": 0.9, "dampening": 0.5}, LISTS),
-    *[
-        (name, {}, how)
-        for name in ("Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop", "Adafactor")
-        for how in (LISTS, LOOP)
-    ],
-    *[("RMSprop", {"momentum": 0.9, "centered": True}, how) for how in (LISTS, LOOP)],
-    ("Muon", {}, {}),
-]
-
+from .steps import (
+    FUSED,
+    LISTS,
+    LOOP,
+    OPTIMIZERS,
+    assert_same,
+    batches,
+    make,
+    model,
+    step,
+    take_step,
+)
 
 BAD_STEPS = (0, 2)  # before the first step and between two others
 
@@ -152,25 +146,6 @@ def test_huge_finite_inputs_leave_loss_and_gradients_finite_and_batchnorm_at_inf
             assert bool(made.skipped) == guard
 
 
-def test_a_loss_scale_shrinks_for_non_finite_gradients_and_not_for_a_spike() -> None:
-    for name, how in (("AdamW", FUSED), ("RAdam", LISTS), ("SGD", LISTS)):
-        net = model(name != "Muon")
-        update = make(net, name, {}, how, True, loss_scale=1024.0)
-        if name == "SGD":
-            update.revertible = RevertibleStep(update.optimizer)
-        assert update.scale is not None
-        batch = batches(1)[0]
-        norm, skipped = step(net, update, batch)
-        assert not skipped
-        update.set_limits(math.inf, norm / 2)
-        assert step(net, update, batch)[1]
-        assert float(update.scale.value) == 1024.0
-        assert step(net, update, (batch[0] * math.nan, batch[1]))[1]
-        assert float(update.scale.value) == 512.0
-        update.set_limits(math.inf, math.inf)
-        assert not step(net, update, batch)[1]
-
-
 class Reads(TorchDispatchMode):
     """Counts what makes a host wait for an accelerator: numbers that leave a tensor."""
 
@@ -259,16 +234,15 @@ def test_an_optimizer_that_is_not_fused_reads_one_flag_a_step_on_a_cpu(
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", ["AdamW", "RAdam", "Adamax", "RMSprop"])
 def test_cuda_raises_nothing_between_reports(optimizer: str) -> None:
-    class Strict(Hook):
-        def on_step(self, run: Run, step: Step) -> None:
-            free = step.number > 6 and step.number % run.report_every
-            torch.cuda.set_sync_debug_mode("error" if free else "default")
+    def set_mode(run: Run, step: Step) -> None:
+        free = step.number > 6 and step.number % run.report_every
+        torch.cuda.set_sync_debug_mode("error" if free else "default")
 
     overrides = ["device=cuda", FUSED_STEP, f"optimizer.name={optimizer}", "schedule=cosine"]
     try:
         with runs.opened(*LOOP_OF, *overrides) as run:
             assert not run.update.host_waits
-            run.hooks.append(Strict())
+            run.hooks.append(runs.hook(on_step=set_mode))
             summary = train(run)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -94,6 +94,14 @@ def take_steps(net: nn.Module, update: OptimizerStep, data: Any, count: int = 3)
         steps.take_step(update, lambda x=x, y=y: (net(x) - y).square().mean())
 
 
+def trained(groups: Any = None, tied: str = "", **how: Any) -> tuple[Net, OptimizerStep, Any]:
+    """A model, its update after some steps, and the batches that follow."""
+    net, data = Net(tied=tied), batches()
+    update = make(net, groups, **how)
+    take_steps(net, update, data)
+    return net, update, data
+
+
 def resume(
     update: OptimizerStep, net: nn.Module, order: tuple[str, ...], groups: Any = None, **more: Any
 ) -> tuple[nn.Module, OptimizerStep]:
@@ -123,9 +131,7 @@ def assert_same(one: OptimizerStep, other: OptimizerStep) -> None:
 
 
 def test_layers_in_another_order_keep_moments_and_averages_and_train_as_torch_does() -> None:
-    net, data = Net(), batches()
-    update = make(net)
-    take_steps(net, update, data)
+    net, update, data = trained()
     other, loaded = resume(update, net, SECOND)
     assert loaded.names != update.names
     assert_same(update, loaded)
@@ -150,9 +156,7 @@ A, B = {"match": "a", "lr": 0.01}, {"match": "b", "lr": 0.005}
 
 @pytest.mark.parametrize("groups", [[B, A], [A], [], [{"match": "stem", "lr": 0.03}, B, A]])
 def test_groups_in_another_order_split_or_merged_keep_each_weights_moments(groups: Any) -> None:
-    net, data = Net(), batches()
-    update = make(net, [A, B])
-    take_steps(net, update, data)
+    net, update, _ = trained([A, B])
     other, loaded = resume(update, net, FIRST, groups)
     assert_same(update, loaded)
     shares = {
@@ -166,10 +170,8 @@ def test_groups_in_another_order_split_or_merged_keep_each_weights_moments(group
 
 
 def test_a_count_of_a_group_follows_its_weights_and_two_that_differ_do_not_merge() -> None:
-    net, data = Net(), batches()
     groups = [{"match": name, "weight_decay": 0.1} for name in ("a", "b")]
-    update = make(net, groups, Counting)
-    take_steps(net, update, data)
+    net, update, _ = trained(groups, cls=Counting)
     counts = {}
     _, loaded = resume(update, net, SECOND, groups[::-1], cls=Counting)
     for step in (update, loaded):
@@ -184,9 +186,7 @@ def test_a_count_of_a_group_follows_its_weights_and_two_that_differ_do_not_merge
 
 
 def test_a_tied_weight_is_found_by_any_of_its_names() -> None:
-    net, data = Net(tied="yes"), batches()
-    update = make(net)
-    take_steps(net, update, data)
+    net, update, _ = trained(tied="yes")
     assert ["a.weight", "b.weight"] in map(sorted, update.names)
     _, loaded = resume(update, net, SECOND, tied="yes")
     assert_same(update, loaded)
@@ -195,9 +195,7 @@ def test_a_tied_weight_is_found_by_any_of_its_names() -> None:
 
 
 def test_weights_without_state_have_none_in_another_order_either() -> None:
-    net, data = Net(), batches()
-    update = make(net, None, torch.optim.SGD, momentum=0.9)
-    take_steps(net, update, data)
+    net, update, _ = trained(cls=torch.optim.SGD, momentum=0.9)
     del update.optimizer.state[net.a.weight]
     _, loaded = resume(update, net, SECOND, cls=torch.optim.SGD, momentum=0.9)
     assert_same(update, loaded)
@@ -207,9 +205,7 @@ def test_weights_without_state_have_none_in_another_order_either() -> None:
 def test_a_state_that_has_no_names_needs_the_same_order_and_the_error_has_the_first_difference(
     how: Any,
 ) -> None:
-    net, data = Net(), batches()
-    update = make(net, None, **how)
-    take_steps(net, update, data)
+    net, update, _ = trained(**how)
     loaded = resume(update, net, FIRST, **how)[1]
     steps.assert_same(update.state(), loaded.state())
     with pytest.raises(ValueError, match=r"parameter 0 .* was stem\.weight, and is now b\.weight"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner import Stability, optimize, train, train_step
+from runner import Stability, optimize, train_step
 from runner.core.build.setup import Components
 from runner.core.optim.optimizer import fill_momentum
 from runner.core.optim.optimizer_step import OptimizerStep
@@ -218,21 +218,6 @@ def test_a_float32_model_with_a_float64_loss_is_updated() -> None:
     loss_fn = nn.functional.cross_entropy
     train_step(net, torch.optim.SGD(net.parameters()), (x, y), lambda z, t: loss_fn(z.double(), t))
     assert not torch.equal(before, net.weight)
-
-
-class Double(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(30, 2, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.double())
-
-
-def test_a_run_at_the_default_level_trains_a_float64_model() -> None:
-    with runs.opened("data=cancer", "training.steps=20", given=Components(model=Double())) as run:
-        assert run.update.in_kernel
-        assert train(run).status == "done"
 
 
 def test_a_missing_fused_kernel_is_the_reason_in_the_summary(

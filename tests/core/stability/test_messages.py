@@ -35,9 +35,6 @@ def test_options_of_the_group_have_the_documented_limits() -> None:
     [
         ("stability.recovery=[{action:skip}]", "max_consecutive_skips.*max_r.*rollback_lr_factor"),
         ("+stability.recovery=[]", "max_consecutive_skips.*max_rollbacks.*rollback_lr_factor"),
-        ("stability.rollback_lr_factor=0", "rollback_lr_factor: must be > 0 and ≤ 1, got 0"),
-        ("stability.max_rollbacks=-1", r"^stability\.max_rollbacks: must be ≥ 0, got -1"),
-        ("stability.spike.window=1", r"^stability\.spike\.window: "),
         ("stability.spike.at_least=101", r"must be ≤ stability\.spike\.window=100"),
         ("stability.spike.watch=lossy", "stability.spike.watch: .*loss"),
     ],
@@ -75,10 +72,8 @@ def restored(fatal: Sequence[BadStepKind] = (), **saved: Any) -> Decision | None
 def test_a_restored_decision_has_a_message_of_this_run() -> None:
     decision = restored(stuck=True, in_a_row=2, since=2)
     assert decision is not None and not decision.stuck and not decision.raises
-    assert (decision.message, decision.capture) == (
-        "the weights are not finite",
-        "debug/captures/3",
-    )
+    found = (decision.message, decision.capture)
+    assert found == ("the weights are not finite", "debug/captures/3")
     assert (decision.in_a_row, decision.since) == (2, 2)
     fatal = restored([BadStepKind.weights])
     assert fatal is not None and fatal.raises  # as the present config says
@@ -94,13 +89,12 @@ def test_a_restored_decision_has_a_message_of_this_run() -> None:
         {"since": 4},
     ],
 )
-def test_a_restored_decision_without_its_bad_step_is_dropped(saved: dict[str, Any]) -> None:
+def test_a_restored_decision_without_its_bad_step_is_dropped_and_an_unknown_kind_an_error(
+    saved: dict[str, Any],
+) -> None:
     assert restored(**saved) is None
-
-
-def test_a_restored_decision_of_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(KeyError, match="zz"):
-        restored(kind="zz")
+        restored(**{**saved, "kind": "zz"})
 
 
 def test_giving_up_names_a_capture_that_exists_and_the_limit_that_was_reached(
@@ -113,9 +107,8 @@ def test_giving_up_names_a_capture_that_exists_and_the_limit_that_was_reached(
     text = describe_giving_up(decision, config, 2, [missing, existing])
     assert text.startswith("step 14: the loss was nan, 4 bad steps in a row; rolled back 2 times")
     assert f"replay.path={existing}" in text
-    assert "(stability.max_rollbacks=2)" in text and text.endswith(
-        "or raise stability.max_rollbacks"
-    )
+    assert "(stability.max_rollbacks=2)" in text
+    assert text.endswith("or raise stability.max_rollbacks")
     decision.stuck = True
     assert "max_rollbacks" not in describe_giving_up(decision, config, 1, [])
     assert "or load an earlier checkpoint" in describe_giving_up(decision, None, 0, [])

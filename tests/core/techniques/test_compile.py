@@ -96,13 +96,6 @@ def test_a_damaged_library_of_the_cache_is_removed_and_said(
         assert is_said == (not library.exists()) == (library == cache)
 
 
-def test_a_short_run_stays_eager_by_its_counted_operations() -> None:
-    summary = runs.trained(*TINY, COMPILE, "optimization.compile.min_steps=null")
-    stays = runs.status(summary, "compile")
-    assert not stays.engaged
-    assert "run too short" in stays.reason
-
-
 @runs.needs_compiler
 def test_regional_compile_takes_the_blocks_and_validation_stays_eager() -> None:
     regional = [*TABLE, COMPILE, "optimization.compile.regional=true"]

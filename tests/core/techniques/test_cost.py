@@ -52,15 +52,6 @@ def test_our_models_cost_what_torchs_counter_says(model: str) -> None:
         ),
         lambda: F.conv2d(weight=torch.rand(8, 6, 3, 3), input=torch.rand(2, 6, 9, 9)),
         lambda: torch.inner(torch.rand(5, 4), torch.rand(3, 4)),
-    ],
-)
-def test_a_product_costs_what_torchs_counter_says(operation: Callable[[], Any]) -> None:
-    assert_as_torchs(operation)
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [
         lambda: nn.TransformerEncoderLayer(4, 2, 8)(torch.rand(2, 3, 4)),
         lambda: nn.MultiheadAttention(4, 2, batch_first=True, kdim=6, vdim=6)(
             torch.rand(2, 3, 4), torch.rand(2, 5, 6), torch.rand(2, 5, 6)
@@ -72,9 +63,8 @@ def test_a_product_costs_what_torchs_counter_says(operation: Callable[[], Any]) 
         lambda: torch.einsum("bd,de,ef->bf", torch.rand(2, 4), torch.rand(4, 5), torch.rand(5, 6)),
         lambda: torch.einsum("bd,de", [torch.rand(2, 4), torch.rand(4, 5)]),
     ],
-    ids=["encoder", "attention", "packed gru", "cell", "einsum", "dots", "chain", "list"],
 )
-def test_a_function_with_products_inside_costs_what_torchs_counter_says(
+def test_an_operation_with_products_costs_what_torchs_counter_says(
     operation: Callable[[], Any],
 ) -> None:
     assert_as_torchs(operation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from runner.core.techniques import compiler, cuda_graphs
 from runner.core.train.step import make_step
 from tests import runs
 from tests.core.execution.test_recovery import Limited
+from tests.runs import differences
 
 TABLE = [
     *["optimization=none", "data=synthetic", "data.form=tabular", "data.features=16"],
@@ -69,18 +71,21 @@ def test_cuda_graphs_are_skipped_for_micro_batches_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    "split",
+    ("typed", "reason"),
     [
-        ["training.micro_batch=16"],
-        ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=16"],
+        ("training.micro_batch=16", "micro-batches of 16: the step is several backward passes"),
+        ("optimization.accumulation.enabled=true optimization.accumulation.micro_batch=16",
+         "micro-batches of 16: the step is several backward passes"),
+        ("optimizer.name=RAdam", "RAdam"),
     ],
-    ids=["micro_batch", "accumulation"],
-)
-def test_the_whole_step_is_refused_for_several_backwards(split: list[str]) -> None:
-    with runs.opened(*TABLE, *WHOLE, *split) as run:
-        assert run.step_graph is None and run.micro_batch == 16
-        row = next(row for row in run.unapplied_techniques if row.name == "whole_step")
-        assert "micro-batches of 16: the step is several backward passes" in row.reason
+    ids=["micro_batch", "accumulation", "optimizer"],
+)  # fmt: skip
+def test_the_whole_step_is_refused_for_several_backwards_or_an_optimizer_without_a_kernel(
+    typed: str, reason: str
+) -> None:
+    with runs.opened(*TABLE, *WHOLE, *typed.split()) as run:
+        assert run.step_graph is None
+        assert reason in runs.status(train(run), "whole_step").reason
 
 
 def test_a_bare_model_gets_no_cuda_graphs_as_calls_would_overwrite_outputs() -> None:
@@ -94,9 +99,6 @@ def test_a_bare_model_gets_no_cuda_graphs_as_calls_would_overwrite_outputs() -> 
 
 
 # dropped by halving
-
-
-Backend = Callable[[Any, Any], Any]
 
 
 @pytest.fixture
@@ -118,16 +120,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return modes
 
 
-def state(run: Run) -> dict[str, Tensor]:
-    values = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
-    for number, moments in enumerate(run.update.optimizer.state.values()):
-        values |= {f"{number}.{name}": value.clone() for name, value in moments.items()}
-    return values
-
-
-def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+def state(run: Run) -> list[Any]:
+    """Copies of weights, buffers and moments."""
+    return deepcopy([run.model.state_dict(), run.update.optimizer.state_dict()["state"]])
 
 
 def trained(*overrides: str, most: int | None = None, later: int = 0) -> tuple[Run, Summary]:
@@ -148,7 +143,7 @@ def test_a_compiled_forward_out_of_memory_continues_with_half_the_batch_and_no_c
     assert {*calls[halved:]} == {"default"}
     assert "ran out of memory" in run.fallback_reasons["cuda_graphs"]
     eager, _ = trained(*TABLE, most=16, later=later)
-    assert differing(state(run), state(eager)) == []
+    assert differences(state(run), state(eager)) == []
 
 
 def test_one_sample_is_tried_again_without_cuda_graphs(calls: list[str]) -> None:
@@ -229,7 +224,7 @@ def test_out_of_memory_in_the_whole_step_continues_eagerly_with_half_the_batch(
     row = runs.status(summary, "whole_step")
     assert row.status == "fell back" and "step 1 ran out of memory" in row.reason
     eager, _ = trained(*TABLE, WHOLE[1], "training.micro_batch=16")
-    assert differing(state(run), state(eager)) == []
+    assert differences(state(run), state(eager)) == []
 
 
 def test_a_failed_call_of_compiled_code_that_only_computes_is_not_taken_for_memory(
@@ -303,10 +298,10 @@ def test_a_whole_step_changes_no_weight_before_its_last_allocation(model: str) -
             sizes.clear()
             with pytest.raises(torch.OutOfMemoryError):
                 graph(batch)
-            assert differing(before, state(run)) == [], (fails_at, sizes[-1])
+            assert differences(before, state(run)) == [], (fails_at, sizes[-1])
         fails_at = 0
         graph(batch)
-        assert differing(before, state(run))
+        assert differences(before, state(run))
         run.train.close()
 
 

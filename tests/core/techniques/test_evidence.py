@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -162,24 +163,20 @@ class OneProduct(Block):
         return self.layer(x)
 
 
-class OneProducts(Blocks):
-    def __init__(self) -> None:
-        super().__init__(block=OneProduct)
-
-
 @pytest.mark.parametrize(
-    ("model", "what", "engaged"),
+    ("block", "what", "engaged"),
     [
-        (Blocks, "full", True),
-        (Blocks, "selective", False),  # keeps the product in place of the activation
-        (OneProducts, "full", False),
-        (OneProducts, "selective", False),
+        (Block, "full", True),
+        (Block, "selective", False),  # keeps the product in place of the activation
+        (OneProduct, "full", False),
+        (OneProduct, "selective", False),
     ],
 )
 def test_recompute_that_holds_as_many_bytes_is_not_engaged(
-    model: type[Blocks], what: str, engaged: bool
+    block: type[Block], what: str, engaged: bool
 ) -> None:
-    again = trained("recompute", *TABLE, *on("recompute", f"what={what}"), model=model())
+    asked = [*TABLE, *on("recompute", f"what={what}")]
+    again = trained("recompute", *asked, model=Blocks(block=block))
     held, without = again.evidence["held_bytes"], again.evidence["held_bytes_without"]
     assert again.evidence["recomputed_blocks"] == 3
     assert (held < without) is engaged is again.engaged
@@ -389,56 +386,43 @@ def test_anomaly_mode_at_every_step_is_reported_to_keep_it_from_being_compiled(
 
 @dataclass
 class Claimed(Technique):
-    """Claims to be engaged, and does nothing."""
+    """Makes a change, and claims to be engaged."""
 
-    def apply(self, builder: RunBuilder) -> str | None:
-        return None
+    change: Callable[[RunBuilder], object] = lambda builder: None
+
+    def apply(self, builder: RunBuilder) -> None:
+        self.change(builder)
 
     def engaged(self, run: Run) -> Evidence:
         return Evidence(True, "twice as fast")
 
 
-class Wrapper(Claimed):
-    def apply(self, builder: RunBuilder) -> None:
-        forward = builder.forward
-        builder.forward = lambda *inputs: forward(*inputs)
-        builder.model.register_forward_hook(lambda *_: None)
-        builder.placements.append(lambda batch: batch)
-        builder.contexts.append(nullcontext)
-        builder.model.fast = True  # type: ignore[assignment]
-        builder.technique_facts["mine"] = {"speed": 2}
+def set_field(name: str, value: Any) -> Callable[[RunBuilder], None]:
+    return lambda builder: setattr(builder, name, value)
 
 
-class Autocast(Claimed):
-    def apply(self, builder: RunBuilder) -> None:
-        builder.contexts.append(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+def wrap(builder: RunBuilder) -> None:
+    """Change what has no effect on a step."""
+    forward = builder.forward
+    builder.forward = lambda *inputs: forward(*inputs)
+    builder.model.register_forward_hook(lambda *_: None)
+    builder.placements.append(lambda batch: batch)
+    builder.contexts.append(nullcontext)
+    builder.model.fast = True  # type: ignore[assignment]
+    builder.technique_facts["mine"] = {"speed": 2}
 
 
-class Remember(Claimed):
-    def apply(self, builder: RunBuilder) -> None:
-        builder.forward = partial(checkpoint, builder.forward, use_reentrant=False)
+def autocast(builder: RunBuilder) -> None:
+    builder.contexts.append(lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
 
-class Doubled(Claimed):
-    def apply(self, builder: RunBuilder) -> None:
-        for parameter in builder.model.parameters():
-            parameter.register_hook(lambda gradient: gradient * 2)
+def remember(builder: RunBuilder) -> None:
+    builder.forward = partial(checkpoint, builder.forward, use_reentrant=False)
 
 
-class Unfused(Claimed):
-    def apply(self, builder: RunBuilder) -> None:
-        builder.optimizer_options["foreach"] = True
-
-
-class FieldSetter(Claimed):
-    """Sets a field of the builder."""
-
-    def __init__(self, field: str, value: Any) -> None:
-        super().__init__(True)
-        self.field, self.value = field, value
-
-    def apply(self, builder: RunBuilder) -> None:
-        setattr(builder, self.field, self.value)
+def double_gradients(builder: RunBuilder) -> None:
+    for parameter in builder.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
 
 
 def own(technique: Technique, *overrides: str) -> TechniqueStatus:
@@ -450,27 +434,31 @@ def own(technique: Technique, *overrides: str) -> TechniqueStatus:
         return row(run, "Own")
 
 
-@pytest.mark.parametrize("technique", [Claimed, Wrapper])
-def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(technique: type[Claimed]) -> None:
-    status = own(technique(True))
+@pytest.mark.parametrize("change", [Claimed.change, wrap])
+def test_a_technique_of_the_users_own_is_not_engaged_by_its_word(
+    change: Callable[[RunBuilder], object],
+) -> None:
+    status = own(Claimed(True, change))
     assert not status.engaged
     assert status.reason == "claims to be engaged; nothing measurable changed"
     assert status.evidence["measured"] == "nothing"
 
 
 @pytest.mark.parametrize(
-    ("technique", "measured"),
+    ("change", "measured"),
     [
-        (Autocast, "numbers"),
-        (Remember, "memory for the backward"),
-        (Doubled, "numbers"),
-        (Unfused, "optimizer_options"),
+        (autocast, "numbers"),
+        (remember, "memory for the backward"),
+        (double_gradients, "numbers"),
+        (lambda builder: builder.optimizer_options.update(foreach=True), "optimizer_options"),
+        (set_field("micro_batch", 4), "micro_batch"),
+        (set_field("loss_scale", 2.0), "loss_scale"),
     ],
 )
 def test_what_a_technique_of_the_users_own_changed_is_measured_and_named(
-    technique: type[Claimed], measured: str
+    change: Callable[[RunBuilder], object], measured: str
 ) -> None:
-    status = own(technique(True))
+    status = own(Claimed(True, change))
     assert status.engaged
     assert measured in status.evidence["measured"]
     assert status.reason == "claimed by the technique itself; twice as fast"
@@ -490,14 +478,8 @@ UNREAD = [
 def test_a_users_technique_that_sets_what_no_part_of_the_run_reads_is_not_engaged(
     field: str, value: Any
 ) -> None:
-    status = own(FieldSetter(field, value))
+    status = own(Claimed(True, set_field(field, value)))
     assert not status.engaged and status.evidence["measured"] == "nothing"
-
-
-@pytest.mark.parametrize(("field", "value"), [("micro_batch", 4), ("loss_scale", 2.0)])
-def test_a_users_technique_that_sets_what_the_run_reads_is_engaged(field: str, value: Any) -> None:
-    status = own(FieldSetter(field, value))
-    assert status.engaged and field in status.evidence["measured"]
 
 
 def test_what_the_build_reads_after_the_techniques_is_compared_for_those_of_the_user(
@@ -551,49 +533,33 @@ def test_under_strict_an_unmeasurable_claim_ends_the_run() -> None:
 
 
 @dataclass
-class HalfBatch(Technique):
-    """A technique as a developer would add it to the runner."""
-
-    share: float = 0.5
-
-    def apply(self, builder: RunBuilder) -> None:
-        """Cut the batch."""
-        builder.micro_batch = int(builder.batch_size * self.share)
-
-    def engaged(self, run: Run) -> Evidence:
-        """The size that the loop uses."""
-        return Evidence(True, "", {"micro_batch": run.micro_batch})
-
-
-@dataclass
 class WithOneMore(Optimization):
-    """The group with one line more."""
+    """The group with one line more, as a developer would add it."""
 
-    half_batch: HalfBatch = field(default_factory=HalfBatch)
+    claimed: Claimed = field(default_factory=Claimed)
 
 
 def test_a_field_of_the_group_is_all_that_registers_a_technique() -> None:
     config: Any = runs.config(*QUICK, "training.batch_size=32")
-    config.optimization = WithOneMore(half_batch=HalfBatch(enabled=True))
+    config.optimization = WithOneMore(claimed=Claimed(True, set_field("micro_batch", 16)))
     with build(config) as run:
         summary = train(run)
-    assert summary.techniques[-1].name == "half_batch"
-    status = runs.status(summary, "half_batch")
-    assert status.engaged and status.evidence == {"micro_batch": 16}
+    last = summary.techniques[-1]
+    assert (last.name, last.engaged, last.reason) == ("claimed", True, "twice as fast")
+    assert run.micro_batch == 16
 
 
 def test_a_setting_of_a_technique_that_is_off_is_named_and_no_option_has_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with runs.opened(*runs.TABLE, "optimization=none", "optimization.recompute.what=every"):
+    typed = (*runs.TABLE, "optimization=none", "optimization.recompute.what=every")
+    with runs.opened(*typed):
         (message,) = (r.message for r in caplog.records if "has no effect" in r.message)
     assert message.startswith("optimization.recompute.what=every has no effect: ")
     assert "optimization.recompute.enabled=true" in message
     caplog.clear()
     replayed = Components(choices={"data.split": "random"})  # its own techniques are switched off
-    with runs.opened(
-        *runs.TABLE, "optimization=none", "optimization.recompute.what=every", given=replayed
-    ):
+    with runs.opened(*typed, given=replayed):
         assert not [r for r in caplog.records if "has no effect" in r.message]
     for option in sorted((CONF / "optimization").glob("*.yaml")):
         warn_unused_settings(runs.config(f"optimization={option.stem}").optimization)

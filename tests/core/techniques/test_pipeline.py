@@ -11,7 +11,7 @@ import torch
 
 from runner import train
 from runner.core.interfaces.batch import Batch
-from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.schemas.optimization import Pipeline
 from runner.core.techniques import pipeline
@@ -30,11 +30,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "TIMING_BUDGET_S", 0.05)
 
 
-class Patient(Hook):
-    """Continues once every worker has the batch that it owes."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        assert all(wait([pipe], 30) for pipe in run.train.pool.sockets)  # type: ignore[attr-defined]
+def wait_for_workers(run: Run, step: Step) -> None:
+    """Until every worker has the batch that it owes."""
+    assert all(wait([pipe], 30) for pipe in run.train.pool.sockets)  # type: ignore[attr-defined]
 
 
 def test_workers_are_chosen_from_times_recorded_and_kept_and_ready_batches_are_counted(
@@ -42,7 +40,7 @@ def test_workers_are_chosen_from_times_recorded_and_kept_and_ready_batches_are_c
 ) -> None:
     with runs.opened(*SLOW, folder=tmp_path) as run:
         (choice,) = [c for c in run.choices if c.key == "data.workers"]
-        run.hooks.append(Patient())
+        run.hooks.append(runs.hook(on_step=wait_for_workers))
         row = runs.status(train(run), "pipeline")
     assert choice.value > 0 and "ms; a step computes about" in choice.reason
     assert row.engaged and row.evidence["workers"] == choice.value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +62,6 @@ class InObject(Named):
         self.monitor, self.higher_is_better = "val/brier", False
 
 
-def best_checkpoint(folder: Path) -> str:
-    return (folder / "checkpoints" / "best").resolve().name
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "best_of"),
-    [("accuracy", (), max), ("loss", (), min), ("brier", ("training.monitor_mode=min",), min)],
-)
-def test_the_best_checkpoint_is_the_step_with_the_best_value_of_the_metric(
-    name: str, mode: tuple[str, ...], best_of: Callable[..., float], tmp_path: Path
-) -> None:
-    given = Components(objective=WithBrier(2))
-    typed = (*SMALL, f"training.monitor=val/{name}", *mode)
-    summary = runs.trained(*typed, folder=tmp_path, given=given)
-    values = {row["step"]: row[name] for row in rows(tmp_path, "val")}
-    assert len(set(values.values())) > 2
-    assert values[summary.best_step] == summary.best == best_of(values.values())
-    assert best_checkpoint(tmp_path) == f"step_{summary.best_step:08d}"
-
-
 @pytest.mark.parametrize(
     ("objective", "monitor"), [(WithBrier(2), "val/brier"), (Named(2), None), (Named(2), "val/ece")]
 )
@@ -115,17 +94,6 @@ def test_our_metrics_have_a_direction_by_their_whole_name() -> None:
     classes = ClassificationObjective(2, ("loss", "gain"))
     assert classes.rises("val/accuracy/loss") is True  # of a class that is called so
     assert ModelLossObjective("regression").rises("val/loss/accuracy") is False  # a loss's part
-
-
-def test_torchmetrics_declares_a_direction_or_the_config_has_to() -> None:
-    overrides = (*SMALL, "objective.metrics=[Specificity,HammingDistance]")
-    with opened(*overrides, "training.monitor=val/HammingDistance") as run:
-        assert run.higher_is_better is False
-    undeclared = (*overrides, "training.monitor=val/Specificity")
-    with pytest.raises(ConfigError, match=r"training\.monitor_mode"):
-        runs.trained(*undeclared)
-    with opened(*undeclared, "training.monitor_mode=max") as run:
-        assert run.higher_is_better is True
 
 
 @pytest.mark.parametrize(
@@ -208,10 +176,12 @@ def test_the_best_starts_over_with_another_metric_direction_or_validation_set(
     assert best is None and summary.best_step > before.steps
     assert f"is {difference}: it starts over" in caplog.text
     name = summary.monitor.removeprefix("val/")
-    later = [row[name] for row in rows(trained_run, "val") if row["step"] > before.steps]
-    lowest = "training.monitor_mode=min" in typed or name == "loss"
-    assert summary.best == (min if lowest else max)(later)
-    assert best_checkpoint(trained_run) == f"step_{summary.best_step:08d}"
+    values = {row["step"]: row[name] for row in rows(trained_run, "val")}
+    best_of = min if "training.monitor_mode=min" in typed or name == "loss" else max
+    later = [value for step, value in values.items() if step > before.steps]
+    assert summary.best == values[summary.best_step] == best_of(later)
+    best_checkpoint = (trained_run / "checkpoints" / "best").resolve().name
+    assert best_checkpoint == f"step_{summary.best_step:08d}"
 
 
 def test_a_loss_of_another_kind_is_not_compared(

@@ -10,27 +10,17 @@ import pytest
 
 from runner import train
 from runner.core.checkpoint.checkpointer import Checkpointer
-from runner.core.interfaces.hook import Hook, Step
+from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.jobs.run_report import render_report
 from runner.core.optim.schedule import lr_factors
 from runner.core.schemas.optimizer import ScheduleConfig, ScheduleKind
-from tests.runs import differences, opened, rows, trained
+from tests.runs import differences, hook, opened, rows, trained
 
 RUN = ["data=cancer", "model=mlp", "model.width=4", "optimization=none", "device.threads=1",
        "monitoring.progress=false", "monitoring.tensorboard=false", "monitoring.every=1",
        "checkpoint.keep=99", "schedule=constant", "checkpoint.resume=auto"]  # fmt: skip
 SAMPLES = 455
-
-
-class Counting(Hook):
-    """Counts how often each training sample was in a step."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self.counts.update(run.train.indices(step.number - 1))
 
 
 def keep_until(folder: Path, step: int) -> None:
@@ -44,14 +34,15 @@ def keep_until(folder: Path, step: int) -> None:
 def test_with_another_batch_size_every_sample_is_trained_on_as_often_as_epochs_were_typed(
     step: int, tmp_path: Path
 ) -> None:
-    seen = Counting()
+    seen = Counter[int]()
+    counting = hook(on_step=lambda run, step: seen.update(run.train.indices(step.number - 1)))
     first = ["training.batch_size=100", f"training.steps={step}"]
-    trained(*RUN, *first, folder=tmp_path, hooks=[seen])
+    trained(*RUN, *first, folder=tmp_path, hooks=[counting])
     smaller = ["training.batch_size=40", "training.steps=null", "training.epochs=4"]
-    summary = trained(*RUN, *smaller, folder=tmp_path, hooks=[seen])
+    summary = trained(*RUN, *smaller, folder=tmp_path, hooks=[counting])
     left = 2 * 12 if step == 10 else 7 + 12  # 255 samples in batches of 40, and an epoch
     assert (summary.steps, summary.epochs) == (step + left, 4.0)
-    assert len(seen.counts) == SAMPLES and set(seen.counts.values()) == {4}
+    assert len(seen) == SAMPLES and set(seen.values()) == {4}
     column = [row["epoch"] for row in rows(tmp_path, "train")]
     assert column == sorted(column) and column[-1] == 4.0 and len(column) == step + left
 
@@ -95,13 +86,11 @@ def test_a_number_of_steps_stays_one_with_another_batch_size(tmp_path: Path) -> 
     assert summary.steps == 9 and summary.epochs == pytest.approx(1 + 4 / 10)
 
 
-class Stale(Hook):
-    """Keeps the weights as they are, so that no validation improves on the first."""
-
-    def on_gradients(self, run: Run, step: Step) -> None:
-        for parameter in run.update.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+def keep_weights(run: Run, step: Step) -> None:
+    """No validation improves on the first."""
+    for parameter in run.update.parameters:
+        if parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 PATIENT = [*RUN, "training.batch_size=100", "training.patience=2", "training.validate_every=3",
@@ -120,11 +109,12 @@ def test_a_run_that_patience_ended_trains_on_if_it_is_made_longer_and_counts_fro
     longer: list[str], end: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "runner")
+    stale = hook(on_gradients=keep_weights)
     for _ in range(2):  # with the same length it stays ended
-        first = trained(*PATIENT, "training.epochs=20", folder=tmp_path, hooks=[Stale()])
+        first = trained(*PATIENT, "training.epochs=20", folder=tmp_path, hooks=[stale])
         assert (first.status, first.steps) == ("stopped", 9)
     assert "trains on" not in caplog.text
-    then = trained(*PATIENT, *longer, folder=tmp_path, hooks=[Stale()])
+    then = trained(*PATIENT, *longer, folder=tmp_path, hooks=[stale])
     assert caplog.text.count("training.patience had ended this run at step 9") == 1
     assert (then.status, then.steps, then.resumed_step) == ("stopped", end, 9)
     assert f"{end - 9} of the steps now in" in render_report(then, tmp_path)

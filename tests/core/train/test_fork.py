@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from runner import build
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.checkpoint.folder import find_inherited, steps
 from runner.core.errors import CheckpointError
 from runner.core.record.summary import Summary
-from tests.runs import config, trained
+from tests.runs import differences, opened, trained
 
 # the highest loss is called the best, so that the first validation is
 PARENT = ("model=mlp", "model.width=8", "training.steps=24", "training.validate_every=8",
@@ -49,7 +48,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def family(parent: Path, tmp_path: Path) -> Path:
     """A folder with the run `parent`, which a test may damage."""
-    for file in (*parent.parent.glob("*.npz"),):
+    for file in parent.parent.glob("*.npz"):
         shutil.copy(file, tmp_path)
     shutil.copytree(parent, tmp_path / "parent", symlinks=True)
     return tmp_path
@@ -70,19 +69,16 @@ def test_a_fork_without_improvement_holds_the_best_checkpoint_of_its_parent(fami
     assert summary.checkpoint.best == "checkpoints/inherited/step_00000008"
     best = (root / "best").resolve()
     assert best.is_relative_to(root.resolve())
-    files = sorted(file.name for file in source.iterdir())
-    assert files == sorted(file.name for file in best.iterdir())
-    for name in files:
-        assert not (best / name).is_symlink() and os.path.samefile(best / name, source / name)
+    assert {file.name for file in source.iterdir()} == {file.name for file in best.iterdir()}
+    for file in source.iterdir():
+        copy = best / file.name
+        assert not copy.is_symlink() and os.path.samefile(copy, file)
     assert summary.tested["step"] == 8  # the test set is evaluated with the best, too
     shutil.rmtree(family / "parent")
-    evaluated = config(
-        *data(family), *PARENT, f"checkpoint.resume={family / 'fork'}", "job=evaluate"
-    )
-    with build(evaluated, family / "evaluation") as run:
+    resume = f"checkpoint.resume={family / 'fork'}"
+    with opened(*data(family), *PARENT, resume, "job=evaluate", folder=family / "test") as run:
         assert run.progress.step == 8
-        state = run.model.state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in weights(best).items())
+        assert differences(weights(best), run.model.state_dict()) == []
 
 
 def test_no_resume_and_no_rollback_takes_the_inherited_checkpoint(family: Path) -> None:
@@ -119,23 +115,28 @@ def test_a_fork_from_the_best_step_begins_with_the_best(family: Path) -> None:
     best = (family / "fork" / "checkpoints" / "best").resolve()
     assert summary.best_step == 8 and best == family / "fork" / "checkpoints" / "step_00000008"
     source = weights(family / "parent" / "checkpoints" / "step_00000008")
-    assert all(torch.equal(source[name], tensor) for name, tensor in weights(best).items())
+    assert differences(weights(best), source) == []
 
 
-@pytest.mark.parametrize("problem", ["missing", "damaged"])
+@pytest.mark.parametrize("problem", ["missing", "damaged", "full disk"])
 def test_without_its_parents_best_a_fork_starts_over_and_says_so(
-    problem: str, family: Path, caplog: pytest.LogCaptureFixture
+    problem: str, family: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     best = family / "parent" / "checkpoints" / "step_00000008"
     if problem == "missing":
         shutil.rmtree(best)
-    else:
+    elif problem == "damaged":
         (best / "model.safetensors").write_bytes(b"damaged")
+    else:
+        no_space = Mock(side_effect=OSError(28, "No space left on device"))
+        monkeypatch.setattr("runner.core.record.storage.link_or_copy", no_space)
     summary = fork(family, *NO_BETTER)
-    assert summary.best_step == 32 and "it starts over" in caplog.text
     reason = "has no checkpoint in" if problem == "missing" else "cannot be copied"
     assert f"at step 8, {reason}" in caplog.text
-    assert (family / "fork" / "checkpoints" / "best").resolve().name == "step_00000032"
+    assert ("No space left on device" in caplog.text) is (problem == "full disk")
+    checkpoints = family / "fork" / "checkpoints"
+    assert summary.best_step == 32 and (checkpoints / "best").resolve().name == "step_00000032"
+    assert "it starts over" in caplog.text and not list(checkpoints.glob(".tmp-*"))
 
 
 def test_a_fork_with_another_metric_inherits_no_checkpoint(family: Path) -> None:
@@ -144,41 +145,13 @@ def test_a_fork_with_another_metric_inherits_no_checkpoint(family: Path) -> None
     assert not (family / "fork" / "checkpoints" / "inherited").exists()
 
 
-def test_a_fork_that_was_killed_before_the_copy_starts_over_and_says_so(
-    family: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    fork(family, *NO_BETTER)
-    root = family / "fork" / "checkpoints"
-    shutil.rmtree(root / "inherited")
-    caplog.clear()
-    summary = fork(family, *NO_BETTER, "training.steps=40", of="fork")
-    assert "at step 8, has no checkpoint in" in caplog.text and summary.best_step == 40
-
-
 def test_files_are_copied_where_they_cannot_be_linked(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(source: str, target: str, dst_dir_fd: int) -> None:
-        raise OSError("another file system")
-
-    monkeypatch.setattr("runner.core.record.storage.os.link", refuse)
+    another_file_system = Mock(side_effect=OSError("another file system"))
+    monkeypatch.setattr("runner.core.record.storage.os.link", another_file_system)
     summary = fork(family, *NO_BETTER, "debug.capture.enabled=false")
     best = family / "fork" / str(summary.checkpoint.best)
-    source = family / "parent" / "checkpoints" / "step_00000008"
-    for file in source.iterdir():
+    for file in (family / "parent" / "checkpoints" / "step_00000008").iterdir():
         copy = best / file.name
         assert copy.read_bytes() == file.read_bytes() and not os.path.samefile(copy, file)
-
-
-def test_a_copy_that_fails_leaves_no_best_that_the_fork_does_not_hold(
-    family: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("runner.core.record.storage.link_or_copy", refuse)
-    with caplog.at_level(logging.WARNING):
-        summary = fork(family, *NO_BETTER)
-    assert "cannot be copied" in caplog.text and "No space left on device" in caplog.text
-    assert summary.best_step == 32
-    assert not list((family / "fork" / "checkpoints").glob(".tmp-*"))

@@ -1,8 +1,7 @@
-"""Signals: remembered while a step runs, at once while the loop only waits."""
+"""Signals: remembered while a step runs, at once while the loop only waits; no worker stays."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -15,10 +14,8 @@ from typing import Any
 
 import pytest
 
-from runner import Hook
 from runner.core.device.signals import InterruptHandler, interruption_before_run, raise_on_signals
 from runner.core.errors import ConfigError, Interrupted
-from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import Summary
 from runner.core.train.loop import train
@@ -39,24 +36,14 @@ def handled(number: int, handler: Any) -> Iterator[None]:
 def test_the_first_signal_is_answered_at_once_and_the_second_waits_for_no_step(
     number: int, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = threading.Event()
-
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.set()
-
-    logger, handler, before = logging.getLogger("runner"), Told(), signal.getsignal(number)
-    logger.addHandler(handler)
-    try:
-        with InterruptHandler("stopping after this step") as interrupts:
+    before = signal.getsignal(number)
+    with InterruptHandler("stopping after this step") as interrupts:
+        os.kill(os.getpid(), number)
+        runs.wait_until(lambda: caplog.messages, seconds=10)  # by another thread
+        assert interrupts.received == number
+        assert interrupts.error().exit_code == 128 + number
+        with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
-            assert said.wait(10)  # while nothing else goes on
-            assert interrupts.received == number
-            assert interrupts.error().exit_code == 128 + number
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), number)
-    finally:
-        logger.removeHandler(handler)
     assert caplog.messages == [f"{name}: stopping after this step"]
     assert signal.getsignal(number) is before
     assert "interrupts" not in [thread.name for thread in threading.enumerate()]
@@ -113,23 +100,21 @@ def test_a_signal_that_nohup_ignores_or_another_program_handles_is_left_to_them(
     assert theirs == [number]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
 def test_a_signal_to_all_processes_of_a_run_ends_in_a_checkpoint(
     number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    class Ends(Hook):
-        def on_step(self, run: Run, step: Step) -> None:
-            if step.number == 3:
-                workers = multiprocessing.active_children()
-                for worker in workers:
-                    os.kill(worker.pid or 0, number)
-                assert len(workers) == 2 and not wait([w.sentinel for w in workers], 0.1)
-                os.kill(os.getpid(), number)
-                if number != signal.SIGHUP:  # SLURM's next may come before the step has ended
-                    os.kill(os.getpid(), signal.SIGTERM)
+    def send(run: Run) -> None:
+        workers = multiprocessing.active_children()
+        for worker in workers:
+            os.kill(worker.pid or 0, number)
+        assert len(workers) == 2 and not wait([w.sentinel for w in workers], 0.1)
+        os.kill(os.getpid(), number)
+        if number in (signal.SIGUSR1, signal.SIGUSR2):  # SLURM's next may come before it has ended
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted) as ended:
-        runs.trained("data.workers=2", folder=tmp_path, hooks=[Ends()])
+        runs.trained("data.workers=2", folder=tmp_path, hooks=[runs.AtSteps(3, send)])
     assert ended.value.exit_code == (129 if number == signal.SIGHUP else 143)
     assert Summary.read(tmp_path).checkpoint.last == "checkpoints/step_00000003"
     assert "Traceback" not in capfd.readouterr().err
@@ -149,10 +134,6 @@ def test_a_signal_cuts_a_wait_short_and_none_begins_after_it(waits: bool) -> Non
 def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def batches(first: int) -> Iterator[Any]:
-        raise AssertionError("data was asked for")
-        yield
-
     with runs.opened("checkpoint.every=1", folder=tmp_path) as run:
         saved = run.checkpointer.save
 
@@ -161,7 +142,8 @@ def test_a_signal_during_the_first_checkpoint_is_not_followed_by_a_wait_for_data
             return saved(*args, **options)
 
         monkeypatch.setattr(run.checkpointer, "save", save_under_a_signal)
-        monkeypatch.setattr(run.train, "batches", batches)
+        no_data = ["data was asked for"]
+        monkeypatch.setattr(run.train, "batches", lambda first: map(pytest.fail, no_data))
         with pytest.raises(Interrupted) as ended:
             train(run)
     assert ended.value.exit_code == 143

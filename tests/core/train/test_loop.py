@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from runner.core.interfaces.run import Run
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.record.summary import Summary
 from runner.core.train.step import forward_backward
-from tests.runs import NOISY, OURS, AtSteps, config, differences, opened, trained, weights
+from tests.runs import NOISY, OURS, AtSteps, config, differences, hook, opened, trained, weights
 
 pytestmark = pytest.mark.usefixtures("my_package")
 
@@ -123,13 +122,12 @@ def test_a_metric_of_somebody_s_own_is_asked_for_when_there_are_some(tmp_path: P
 
 
 class Spy(Hook):
-    """Writes down what it is told."""
+    """Writes down what it is told, and answers gradients of some steps with a verdict."""
 
     every = 3
 
-    def __init__(self, verdicts: dict[int, Verdict] | None = None) -> None:
-        self.seen: list[Any] = []
-        self.verdicts = verdicts or {}
+    def __init__(self, verdicts: dict[int, Verdict]) -> None:
+        self.seen, self.verdicts = list[Any](), verdicts
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
@@ -147,28 +145,17 @@ class Spy(Hook):
         self.seen.append(("report", report.first, report.last))
 
 
-def test_hooks_are_asked_at_their_own_pace_and_a_skip_is_heeded() -> None:
-    spy = Spy({6: Verdict.SKIP})
-    summary = trained("data=cancer", "training.steps=12", hooks=[spy])
-    steps = [(3, False), (6, True), (9, False), ("report", 1, 10), (12, False), ("report", 11, 12)]
+def test_hooks_are_asked_at_their_own_pace_and_a_skip_and_a_stop_are_heeded() -> None:
+    spy = Spy({6: Verdict.SKIP, 12: Verdict.STOP})
+    summary = trained("data=cancer", "training.steps=100", hooks=[spy])
+    steps = [(3, False), (6, True), (9, False), ("report", 1, 10), (12, True), ("report", 11, 12)]
     assert spy.seen == ["enter", *steps, "leave"]
-    assert summary.skipped_steps == 1
+    assert (summary.status, summary.steps, summary.skipped_steps) == ("stopped", 12, 2)
 
 
 def test_a_misspelt_event_is_refused_when_the_class_is_made() -> None:
-    with pytest.raises(TypeError, match="on_gradient"):
-
-        class Wrong(Hook):
-            def on_gradient(self, run: Run, step: Step) -> None:
-                """Never called, if it were allowed."""
-
-
-def test_a_users_callable_is_an_objective() -> None:
-    overrides = [*OURS, "data._target_=my_package.Line", "training.epochs=30", "optimizer.lr=0.05"]
-    with opened(*overrides, "objective._target_=my_package.absolute_error") as run:
-        summary = train(run)
-    assert run.monitor == "val/loss"
-    assert summary.metrics["val/loss"] < 0.2
+    with pytest.raises(TypeError, match="unknown event 'on_gradient'"):
+        hook(on_gradient=lambda run, step: None)
 
 
 def spoil_and_roll_back(run: Run) -> Verdict:
@@ -189,18 +176,12 @@ def test_a_rollback_brings_the_weights_back_and_lowers_the_rate(every: int) -> N
     assert summary.metrics["val/loss"] < 1.0
 
 
-def test_a_hook_can_stop_the_run() -> None:
-    summary = trained("data=cancer", "training.steps=100", hooks=[Spy({9: Verdict.STOP})])
-    assert (summary.status, summary.steps) == ("stopped", 9)
-
-
 def test_a_skip_that_a_hook_asks_for_is_no_fault_and_no_overflow() -> None:
-    overrides = ["data=cancer", "training.steps=9", "optimization=amp"]
-    with opened(*overrides, "optimization.amp.dtype=fp16") as run:
+    fp16 = ["optimization=amp", "optimization.amp.dtype=fp16"]
+    with opened("data=cancer", "training.steps=9", *fp16) as run:
         run.hooks.append(Spy({3: Verdict.SKIP}))
         summary = train(run)
-        assert run.update.scale is not None
-        assert float(run.update.scale.value) == 65536.0
+        assert run.update.scale is not None and float(run.update.scale.value) == 65536.0
     assert (summary.skipped_steps, summary.faults) == (1, {})
 
 
@@ -228,12 +209,10 @@ def test_validation_sees_the_averaged_weights_and_leaves_the_live_ones_and_the_m
 def test_an_error_in_the_users_model_is_a_failed_run_with_its_reason(
     tmp_path: Path, error: Exception, reason: str
 ) -> None:
-    overrides = ["data=cancer", "training.steps=20", "optimization=amp"]
-    with opened(*overrides, folder=tmp_path) as run:
+    def fails(inputs: torch.Tensor) -> torch.Tensor:
+        raise error
 
-        def fails(inputs: torch.Tensor) -> torch.Tensor:
-            raise error
-
+    with opened("data=cancer", "optimization=amp", folder=tmp_path) as run:
         run.forward = fails
         with pytest.raises(type(error)):
             train(run)
@@ -346,23 +325,3 @@ def test_a_summary_that_cannot_be_written_ends_a_run_at_its_start_only(
         (tmp_path / "start/.summary.json.tmp").mkdir()
         with pytest.raises(StorageError, match=r"summary\.json: not written"):
             train(run)
-
-
-def test_a_users_own_file_of_tokens_is_learned_with_overrides_alone(tmp_path: Path) -> None:
-    tokens = np.tile(np.arange(50, dtype=np.uint16), 400)
-    tokens.tofile(tmp_path / "train.bin")
-    tokens[:2000].tofile(tmp_path / "val.bin")
-    summary = trained("data=tokens", f"data.path={tmp_path}", "data.vocab=50", "data.sequence=16",
-                      "model=gpt", "model.width=32", "model.heads=2", "model.depth=1",
-                      "training.batch_size=16", "training.steps=120",
-                      "optimizer.lr=0.01")  # fmt: skip
-    assert summary.metrics["val/loss"] < 0.5  # ln 50 is 3.9
-
-
-def test_a_users_own_arrays_are_learned_with_overrides_alone(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(200, 5)).astype(np.float32)
-    np.savez(tmp_path / "own.npz", x=x, y=(x[:, 0] > 0).astype(np.int64))
-    typed = ("data=arrays", f"data.path={tmp_path / 'own.npz'}", "training.batch_size=16")
-    arrays = trained(*typed, "training.epochs=20")
-    assert arrays.metrics["val/accuracy"] > 0.85

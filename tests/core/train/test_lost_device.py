@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,15 +48,18 @@ class LostDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class TouchesDevice(Hook):
-    """A hook that uses the device when it ends."""
+class AtEnd(Hook):
+    """Calls an action when the session ends, however it does."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action = action
 
     @contextmanager
     def session(self, run: Run) -> Iterator[None]:
         try:
             yield
         finally:
-            torch.zeros(1).add_(1)
+            self.action()
 
 
 def train_until(dies_at: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> LostDevice:
@@ -77,7 +81,7 @@ def train_until(dies_at: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         patched.setattr(Device, "synchronize", check)
         patched.setattr(Stopwatch, "pause", pause)
         patched.setattr(memory, "peak_device_bytes", peak)
-        run.hooks.append(TouchesDevice())
+        run.hooks.append(AtEnd(lambda: torch.zeros(1).add_(1)))
         with device:
             train(run)
     return device
@@ -111,16 +115,7 @@ def test_a_run_with_a_lost_device_ends_as_failed_with_reason_and_history(
 def test_the_status_is_written_before_anything_asks_the_device_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses = []
-
-    class ReadsStatus(Hook):
-        @contextmanager
-        def session(self, run: Run) -> Iterator[None]:
-            try:
-                yield
-            finally:
-                statuses.append(Summary.read(tmp_path).status)
-
+    statuses: list[str] = []
     with runs.opened(*OVERRIDES, folder=tmp_path) as run:
         forward = run.forward
 
@@ -130,7 +125,7 @@ def test_the_status_is_written_before_anything_asks_the_device_again(
             return forward(*args)
 
         run.forward = lost
-        run.hooks.append(ReadsStatus())
+        run.hooks.append(AtEnd(lambda: statuses.append(Summary.read(tmp_path).status)))
         with pytest.raises(torch.AcceleratorError):
             train(run)
     assert statuses == ["failed"]
@@ -146,14 +141,11 @@ def test_an_evaluation_on_a_lost_device_leaves_no_record_of_success(
     config = compose(
         [*runs.QUICK, *OVERRIDES, "job=evaluate", f"checkpoint.resume={tmp_path / 'trained'}"]
     )
-    monkeypatch.setattr(evaluate, "evaluate", lost_evaluation)
+    lost = Mock(side_effect=torch.AcceleratorError(ASSERT))
+    monkeypatch.setattr(evaluate, "evaluate", lost)
     with pytest.raises(torch.AcceleratorError):
         evaluate.main(config, tmp_path / "evaluated")
     assert not (tmp_path / "evaluated" / SUMMARY_FILE).exists()
-
-
-def lost_evaluation(run: Run) -> None:
-    raise torch.AcceleratorError(ASSERT)
 
 
 @pytest.mark.parametrize(

@@ -37,33 +37,6 @@ class Bert(nn.Module):
         return self.head(self.encoder(hidden)[:, 0])
 
 
-class VisionTransformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(1, 16, 4, 4)
-        self.token = nn.Parameter(torch.zeros(1, 1, 16))
-        self.block = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
-        self.head = nn.Linear(16, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        patches = self.patches(x).flatten(2).transpose(1, 2)
-        tokens = torch.cat((self.token.expand(len(x), -1, -1), patches), 1)
-        return self.head(self.block(tokens)[:, 0])
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down, self.middle = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
-        self.norm, self.up = nn.BatchNorm2d(8), nn.ConvTranspose2d(8, 4, 2, 2)
-        self.out = nn.Conv2d(8, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skipped = self.down(x).relu()
-        middle = self.norm(self.middle(functional.max_pool2d(skipped, 2))).relu()
-        return self.out(torch.cat((self.up(middle), skipped), 1)).mean((1, 2, 3))
-
-
 class Lstm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,22 +45,6 @@ class Lstm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(self.tokens(x.t()))[0][-1])
-
-
-class Graph(nn.Module):
-    """Messages along the edges of a ring, summed by index_add."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.message, self.head = nn.Linear(5, 5), nn.Linear(5, CLASSES)
-        self.register_buffer("source", torch.arange(6))
-        self.register_buffer("target", (torch.arange(6) + 1) % 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            sent = self.message(x)[:, self.source].relu()
-            x = x + torch.zeros_like(x).index_add(1, self.target, sent)
-        return self.head(x.mean(1))
 
 
 class Vae(nn.Module):
@@ -115,29 +72,6 @@ class Siamese(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((self.branch(x) - self.branch(x.flip(1))).abs())[:, 0]
-
-
-class Teacher(nn.Module):
-    """The teacher is a moving average of the student, moved in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Linear(8, 4)
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.training:
-            with torch.no_grad():
-                for own, given in zip(
-                    self.teacher.parameters(), self.student.parameters(), strict=True
-                ):
-                    own.lerp_(given, 0.1)
-        return self.student(x), self.teacher(x.flip(1))
-
-
-def teacher_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    student, teacher = output
-    return functional.mse_loss(student, teacher) + student.square().mean()
 
 
 class MemoryBank(nn.Module):
@@ -218,13 +152,9 @@ def binary_loss(output: Tensor, target: Tensor) -> Tensor:
 Case = tuple[Callable[[], nn.Module], str, Callable[..., Tensor]]
 CASES: dict[str, Case] = {
     "BERT": (Bert, "tokens", functional.cross_entropy),
-    "ViT": (VisionTransformer, "image", functional.cross_entropy),
-    "U-Net": (UNet, "image", binary_loss),
     "LSTM": (Lstm, "tokens", functional.cross_entropy),
-    "GNN by index_add": (Graph, "nodes", functional.cross_entropy),
     "VAE": (Vae, "itself", vae_loss),
     "siamese": (Siamese, "numbers", binary_loss),
-    "teacher and student": (Teacher, "itself", teacher_loss),
     "memory bank": (MemoryBank, "numbers", functional.cross_entropy),
     "spectral norm": (spectral, "numbers", functional.cross_entropy),
     "tied weights": (Tied, "tokens", functional.cross_entropy),
@@ -235,14 +165,13 @@ CASES: dict[str, Case] = {
 
 class Samples:
     sizes = {"task": "classification", "in_features": 8, "classes": CLASSES}
-    SHAPES = {"image": (1, 8, 8), "nodes": (6, 5), "numbers": (8,), "itself": (8,)}
 
     def __init__(self, kind: str) -> None:
         generator = torch.Generator().manual_seed(3)
         if kind == "tokens":
             self.inputs = torch.randint(0, 11, (70, 6), generator=generator)
         else:
-            self.inputs = torch.randn(70, *self.SHAPES[kind], generator=generator)
+            self.inputs = torch.randn(70, 8, generator=generator)
         labels = torch.randint(0, CLASSES, (70,), generator=generator)
         self.targets = self.inputs if kind == "itself" else labels
 

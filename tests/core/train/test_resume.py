@@ -17,6 +17,7 @@ import torch
 from runner import train
 from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
+from runner.core.checkpoint.folder import steps
 from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
@@ -24,7 +25,7 @@ from runner.core.security.paths import distrust_resumed_folder
 from runner.core.train import run_state
 from tests import runs
 from tests.faults.end_state import end_state, run_files
-from tests.runs import AtSteps, command, interrupt, opened, rows
+from tests.runs import AtSteps, command, hook, interrupt, opened, rows
 
 NOISY = [*runs.NOISY, "training.batch_size=20"]
 CANCER = ["data=cancer", "model=mlp"]
@@ -54,13 +55,12 @@ STEPS = 23  # the epochs have 5 and 4 steps: neither the cut nor the end is at a
 EVERY = 7
 
 
-def final(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def final(folder: Path) -> list[Any]:
     restored = Checkpointer(folder, keep=9).restore()
     assert restored is not None and restored.step == STEPS
-    restored.state.pop("choices")  # one of the two says where it continued
-    for key in ("record", "events"):  # timings take more or less room
-        restored.state.pop(key)
-    return restored.model, restored.state
+    # one of the two says where it continued, and timings take more or less room
+    own = ("choices", "record", "events")
+    return [restored.model, {k: v for k, v in restored.state.items() if k not in own}]
 
 
 @pytest.mark.parametrize("overrides", EVERYTHING.values(), ids=EVERYTHING.keys())
@@ -113,14 +113,11 @@ def test_a_checkpoint_of_an_early_end_is_replaced_by_the_next_one(
     typed = [*NOISY, "training.steps=12", "checkpoint.every=4", "training.validate_every=12",
              "debug.capture.enabled=false", "checkpoint.keep=3",
              "checkpoint.resume=auto"]  # fmt: skip
-
     with pytest.raises(Interrupted):
         runs.trained(*typed, folder=tmp_path, hooks=[AtSteps(6, interrupt)])
-    names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
-    assert names == {"step_00000000", "step_00000004", "step_00000006"}
+    assert [*steps(tmp_path / "checkpoints")] == [0, 4, 6]
     runs.trained(*typed, folder=tmp_path)
-    names = {path.name for path in (tmp_path / "checkpoints").glob("step_*")}
-    assert names == {"step_00000004", "step_00000008", "step_00000012"}
+    assert [*steps(tmp_path / "checkpoints")] == [4, 8, 12]
 
 
 @pytest.mark.parametrize(
@@ -168,21 +165,20 @@ def test_what_a_run_was_started_with_is_replaced_once_it_trains_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    overrides = [*CANCER, "training.steps=5", "schedule=constant"]
-    runs.trained(*overrides, folder=tmp_path / "run")
+    run, overrides = tmp_path / "run", [*CANCER, "training.steps=5", "schedule=constant"]
+    runs.trained(*overrides, folder=run)
     for name, text in ((".hydra", "old"), (".hydra-resumed", "new")):
-        shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
-        (tmp_path / "run" / name).mkdir()
-        (tmp_path / "run" / name / "overrides.yaml").write_text(text)
-    kept = tmp_path / "run" / ".hydra" / "overrides.yaml"
+        shutil.rmtree(run / name, ignore_errors=True)
+        (run / name).mkdir()
+        (run / name / "overrides.yaml").write_text(text)
+    kept = run / ".hydra" / "overrides.yaml"
     resumed = [*overrides, "training.steps=9", "checkpoint.resume=run"]  # as it is typed: relative
     with pytest.raises(CheckpointError):
-        runs.trained(*resumed, "model.width=7", folder=tmp_path / "run")
+        runs.trained(*resumed, "model.width=7", folder=run)
     assert kept.read_text() == "old"
-    ended = runs.trained(*resumed, "training.steps=5", folder=tmp_path / "run")
-    assert ended.steps == 5  # there was nothing to do
+    assert runs.trained(*resumed, "training.steps=5", folder=run).steps == 5  # nothing to do
     assert kept.read_text() == "old"
-    assert runs.trained(*resumed, folder=tmp_path / "run").steps == 9
+    assert runs.trained(*resumed, folder=run).steps == 9
     assert kept.read_text() == "new"
 
 
@@ -196,24 +192,16 @@ def test_a_run_cut_off_when_its_patience_ran_out_does_not_train_on(tmp_path: Pat
     assert (again.status, again.steps) == ("stopped", summary.steps)
 
 
-class Draws(Hook):
-    """What a user's own hook draws from the generators of Python and NumPy."""
-
-    def __init__(self) -> None:
-        self.drawn: dict[int, tuple[float, float]] = {}
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self.drawn[step.number] = random.random(), float(np.random.random())
-
-
 def test_the_random_draws_of_a_hook_continue_after_a_resume(tmp_path: Path) -> None:
-    straight, resumed = Draws(), Draws()
     typed = ["data=cancer", "training.steps=8", "checkpoint.every=4"]
     again = f"checkpoint.resume={tmp_path}/checkpoints/step_00000004"
-    for hook, overrides, folder in ((straight, typed, tmp_path), (resumed, [*typed, again], None)):
-        runs.trained(*overrides, folder=folder, hooks=[hook])
-    assert list(resumed.drawn) == [5, 6, 7, 8]
-    assert all(straight.drawn[step] == drawn for step, drawn in resumed.drawn.items())
+    drawn: list[list[tuple[float, float]]] = []
+    draws = hook(on_step=lambda *_: drawn[-1].append((random.random(), np.random.random())))
+    for overrides, folder in ((typed, tmp_path), ([*typed, again], None)):
+        drawn.append([])
+        runs.trained(*overrides, folder=folder, hooks=[draws])
+    straight, resumed = drawn
+    assert len(straight) == 8 and resumed == straight[4:]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -240,13 +228,13 @@ def test_an_older_run_whose_data_set_keeps_a_generator_says_that_draws_differ(
 ) -> None:  # fmt: skip
     typed = [*NOISY, "data._target_=my_package.Keeper", "checkpoint.resume=auto"]
     complete = run_state._run_state
+
+    def without_key(run: Run) -> dict[str, Any]:
+        return {k: v for k, v in complete(run).items() if k != "seeds_own_generators"}
+
     with monkeypatch.context() as patched:
         if older:
-            without = {"seeds_own_generators"}
-            patched.setattr(
-                run_state, "_run_state",
-                lambda run: {k: v for k, v in complete(run).items() if k not in without},
-            )  # fmt: skip
+            patched.setattr(run_state, "_run_state", without_key)
         runs.trained(*typed, "training.steps=2", folder=tmp_path)
     with opened(*typed, "training.steps=3", folder=tmp_path):
         pass
@@ -297,8 +285,8 @@ class Counter(Hook):
 
 
 def test_each_hook_of_a_class_continues_with_its_own_state(tmp_path: Path) -> None:
-    for steps in (4, 6):
+    for count in (4, 6):
         hooks = Counter(1), Counter(10)
-        typed = *runs.TABLE, f"training.steps={steps}", "checkpoint.resume=auto"
+        typed = *runs.TABLE, f"training.steps={count}", "checkpoint.resume=auto"
         runs.trained(*typed, folder=tmp_path, given=Components(hooks=hooks))
     assert [hook.count for hook in hooks] == [6, 60]

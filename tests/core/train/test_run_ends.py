@@ -39,16 +39,12 @@ def fail(run: Run) -> None:
 
 
 ACTIONS: dict[str, Any] = {
-    "done": lambda run: None,
     "hook": lambda run: Verdict.STOP,
     "stop_file": lambda run: request_stop(run.folder, "enough"),
     "pruned": lambda run: request_stop(run.folder, "pruned at validation 1: val/loss 1 (median)"),
     "signal": lambda run: os.kill(os.getpid(), signal.SIGTERM),
     "error": fail,
     "policy": lambda run: Verdict.ROLLBACK,
-    "limit": lambda run: None,
-    "memory": lambda run: None,
-    "patience": lambda run: None,
 }
 OVERRIDES = {
     "policy": ["stability.max_rollbacks=0"],
@@ -58,7 +54,7 @@ OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("ended_by", ACTIONS)
+@pytest.mark.parametrize("ended_by", sorted({"done", *ACTIONS, *OVERRIDES}))
 def test_the_summary_names_what_ended_the_run(
     ended_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +64,7 @@ def test_the_summary_names_what_ended_the_run(
 
     def act(run: Run) -> Any:
         meanwhile.append(Summary.read(tmp_path).ended_by)
-        return ACTIONS[ended_by](run)
+        return ACTIONS[ended_by](run) if ended_by in ACTIONS else None
 
     with build(compose([*QUICK, *OVERRIDES.get(ended_by, [])]), tmp_path) as built:
         built.hooks.append(AtSteps(4, act))
@@ -108,21 +104,15 @@ def planned(folder: Path, ended_by: str | None, status: str = "stopped") -> JobP
     return Planner(folder, [Job(0, ["seed=0"], "0", "hash", status)], [["seed=0"]]).match(requested)
 
 
-@pytest.mark.parametrize("ended_by", ["limit", "stop_file", "memory"])
+@pytest.mark.parametrize(
+    "ended_by", ["limit", "stop_file", "memory", "patience", "pruned", "hook", None]
+)
 def test_a_repeated_sweep_continues_a_job_that_was_ended_early(
-    ended_by: str, tmp_path: Path
-) -> None:
-    plan = planned(tmp_path, ended_by)
-    assert (plan.done, plan.continues, plan.replaces) == (False, True, False)
-    assert plan.job.status not in ("done", "stopped")
-
-
-@pytest.mark.parametrize("ended_by", ["patience", "pruned", "hook", None])
-def test_a_repeated_sweep_keeps_a_finished_job_and_one_whose_record_says_no_more(
     ended_by: str | None, tmp_path: Path
 ) -> None:
-    plan = planned(tmp_path, ended_by)
-    assert (plan.done, plan.job.status) == (True, "stopped")
+    plan, early = planned(tmp_path, ended_by), ended_by in UNFINISHED
+    assert (plan.done, plan.continues, plan.replaces) == (not early, early, False)
+    assert (plan.job.status == "stopped") is not early and plan.job.status != "done"
 
 
 def test_a_full_disk_leaves_status_and_end_in_the_summary(tmp_path: Path) -> None:

@@ -23,12 +23,12 @@ from runner.core.config.run_config import config_hash
 from runner.core.data.user_dataset import UserDataset
 from runner.core.device.device import seed_everything
 from runner.core.errors import ConfigError, Interrupted
-from runner.core.interfaces.hook import Evaluation, Hook, Step
+from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Run
 from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas.data import DataConfig
 from runner.core.train.run_state import NumpyState, PythonState
-from tests.runs import NOISY, AtSteps, config, differences, interrupt, rows
+from tests.runs import NOISY, AtSteps, config, differences, hook, interrupt, rows
 
 DEFAULT_HASH = "b96a6441f6abb7be98268e58a732b6b31acc91418b24e063009ef7cdfdd3c3ab"
 QUIET = ("training.steps=12", "training.validate_every=4", "checkpoint.keep=9",
@@ -177,22 +177,18 @@ def test_a_missing_validation_loss_names_the_output_and_the_metrics_to_type() ->
         train(run)
 
 
-class Fails(Hook):
+def fail_at(event: str) -> Hook:
     """Draws random numbers and raises, at an event of step 7 or the validation of step 8."""
 
-    def __init__(self, event: str) -> None:
-        self.event = event
-
-    def on_step(self, run: Run, step: Step) -> None:
-        self._fail(self.event == "on_step" and step.number == 7)
-
-    def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        self._fail(self.event == "on_validation" and evaluation.step == 8)
-
-    def _fail(self, due: bool) -> None:
+    def fail(due: bool) -> None:
         if due:
             random.random(), np.random.rand(), torch.rand(1)
             raise ValueError("the hook fails")
+
+    return hook(
+        on_step=lambda run, step: fail(event == "on_step" and step.number == 7),
+        on_validation=lambda run, e: fail(event == "on_validation" and e.step == 8),
+    )
 
 
 @pytest.mark.parametrize("place", ["forward", "validation", "on_step", "on_validation", "exit"])
@@ -207,7 +203,7 @@ def test_an_exception_between_two_updates_leaves_the_state_after_the_last_one(
         saved: list[int] = []
         save = run.checkpointer.save
         run.checkpointer.save = lambda n, *rest: (saved.append(n), save(n, *rest))[1]  # type: ignore[method-assign]
-        run.hooks.append(Fails(place))
+        run.hooks.append(fail_at(place))
         done = run.progress
 
         def fails(model: Changing) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,41 +15,28 @@ from torch import Tensor, nn
 from runner import build, compose, evaluate, optimize_training_loop, safe_inference, train
 from runner.core.config.run_config import RunConfig
 from runner.core.errors import Interrupted, UsageError
-from runner.core.interfaces.hook import Hook, Step, Verdict
 from runner.core.interfaces.run import Run
-from tests.runs import AtSteps, differences, weights
+from tests.runs import AtSteps, differences, interrupt, weights
 
 SHORT = ["data=cancer", "model=mlp", "model.dropout=0.5", "training.steps=6", "device=cpu",
          "optimization=none", "monitoring.progress=false"]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    return compose([*SHORT, "seed=1"])
-
-
-@pytest.fixture(scope="module")
-def other() -> RunConfig:
-    return compose([*SHORT, "seed=2", "training.steps=3"])
-
-
 Weights = dict[str, Tensor]
 
 
-def trained(config: RunConfig) -> Weights:
-    with build(config) as run:
+@cache
+def config(seed: int) -> RunConfig:
+    return compose([*SHORT, f"seed={seed}"])
+
+
+def trained(seed: int) -> Weights:
+    with build(config(seed)) as run:
         train(run)
         return weights(run)
 
 
-@pytest.fixture(scope="module")
-def alone(config: RunConfig) -> Weights:
-    return trained(config)
-
-
-@pytest.fixture(scope="module")
-def other_alone(other: RunConfig) -> Weights:
-    return trained(other)
+alone = cache(trained)  # weights by seed, without another thread
 
 
 def in_a_thread(action: Callable[[], Any]) -> Any:
@@ -76,13 +64,11 @@ def step_a_loop() -> None:
         loop((torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)))
 
 
-def test_while_a_run_trains_another_thread_is_refused_what_would_change_its_numbers(
-    config: RunConfig, other: RunConfig, alone: Weights, other_alone: Weights
-) -> None:
-    with build(config) as run, build(other) as second:
+def test_while_a_run_trains_another_thread_is_refused_what_would_change_its_numbers() -> None:
+    with build(config(1)) as run, build(config(2)) as second:
         actions: dict[str, Callable[[], object]] = {
             "train": lambda: train(second),
-            "build": lambda: build(other),
+            "build": lambda: build(config(2)),
             "evaluate": lambda: evaluate(second),
             "optimize_training_loop": step_a_loop,
             "safe_inference": lambda: safe_inference(nn.Dropout(), torch.ones(4, 4)),
@@ -98,25 +84,23 @@ def test_while_a_run_trains_another_thread_is_refused_what_would_change_its_numb
 
         once_within_a_forward(run, try_all)
         train(run)
-        assert differences(weights(run), alone) == []
+        assert differences(weights(run), alone(1)) == []
         assert errors.keys() >= actions.keys() - {"optimize_training_loop"}
         for name, text in errors.items():
             assert text.startswith(f"{name}: ") or name == "optimize_training_loop"
             assert "another thread of this process is training" in text
             assert "python -m runner" in text
         train(second)  # the refusals have changed nothing
-        assert differences(weights(second), other_alone) == []
+        assert differences(weights(second), alone(2)) == []
 
 
-def test_threads_that_train_at_once_have_the_numbers_of_one_alone_or_an_error(
-    config: RunConfig, alone: Weights
-) -> None:
+def test_threads_that_train_at_once_have_the_numbers_of_one_alone_or_an_error() -> None:
     start = threading.Barrier(3)
 
     def build_and_train() -> Weights | str:
         start.wait()
         try:
-            return trained(config)
+            return trained(1)
         except UsageError as error:
             return str(error)
 
@@ -124,56 +108,30 @@ def test_threads_that_train_at_once_have_the_numbers_of_one_alone_or_an_error(
         results = [pool.submit(build_and_train) for _ in range(3)]
         found = [result.result(timeout=120) for result in results]
     numbers = [result for result in found if isinstance(result, dict)]
-    assert numbers and not any(differences(result, alone) for result in numbers)
+    assert numbers and not any(differences(result, alone(1)) for result in numbers)
     assert all("another thread" in text for text in found if isinstance(text, str))
 
 
-def test_two_runs_may_be_open_at_once(
-    config: RunConfig, other: RunConfig, alone: Weights, other_alone: Weights
-) -> None:
-    with build(config) as first, build(other) as second:
-        train(second)
-        in_a_thread(lambda: train(first))
-        assert differences(weights(first), alone) == []
-        assert differences(weights(second), other_alone) == []
-
-
-def press_ctrl_c(run: Run) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_training_that_failed_blocks_no_other_thread(config: RunConfig, alone: Weights) -> None:
-    with build(config) as run:
-        run.hooks.append(AtSteps(1, press_ctrl_c))
+def test_a_training_that_failed_blocks_no_other_thread() -> None:
+    with build(config(1)) as run:
+        run.hooks.append(AtSteps(1, interrupt))
         with pytest.raises(Interrupted):
             train(run)
-    assert differences(in_a_thread(lambda: trained(config)), alone) == []
+    assert differences(in_a_thread(lambda: trained(1)), alone(1)) == []
 
 
-class Nested(Hook):
-    """Trains another run, and evaluates, between two steps."""
+def test_a_hook_may_train_and_evaluate_on_the_same_thread() -> None:
+    def train_another(run: Run) -> None:
+        evaluate(run)
+        assert differences(trained(2), alone(2)) == []
+        with pytest.raises(UsageError, match="another thread"):
+            in_a_thread(lambda: trained(2))
 
-    def __init__(self, other: RunConfig) -> None:
-        self.other, self.found = other, Weights()
-
-    def on_step(self, run: Run, step: Step) -> Verdict:
-        if step.number == 2:
-            evaluate(run)
-            self.found = trained(self.other)
-            with pytest.raises(UsageError, match="another thread"):
-                in_a_thread(lambda: trained(self.other))
-        return Verdict.KEEP
-
-
-def test_a_hook_may_train_and_evaluate_on_the_same_thread(
-    config: RunConfig, other: RunConfig, alone: Weights, other_alone: Weights
-) -> None:
-    with build(config) as run:
-        hook = Nested(other)
-        run.hooks.append(hook)
+    assert alone(2)
+    with build(config(1)) as run:
+        run.hooks.append(AtSteps(2, train_another))
         train(run)
-        assert differences(weights(run), alone) == []
-        assert differences(hook.found, other_alone) == []
+        assert differences(weights(run), alone(1)) == []
 
 
 @pytest.fixture(autouse=True)

@@ -25,13 +25,7 @@ from runner.core.train.timing import SETTLING, Stopwatch
 from runner.diagnose.debug.tool import DebugTool
 from tests import runs
 
-SMALL = [
-    "data=cancer",
-    "optimization=none",
-    "device.threads=1",
-    "training.batch_size=32",
-    "model.width=4",
-]
+SMALL = ["data=cancer", "optimization=none", "training.batch_size=32", "model.width=4"]
 ACCELERATOR = torch.device("cuda", 0)
 
 
@@ -264,26 +258,11 @@ def test_with_a_debug_tool_in_every_step_all_steps_count(
     assert speed.step_ms.p50 == pytest.approx(330, rel=0.01)
 
 
-class Stop(Hook):
-    """Ends the run after a step, by a verdict or an error."""
-
-    def __init__(self, step: int, clock: VirtualDevice, error: Exception | None = None) -> None:
-        self.step, self.clock, self.error = step, clock, error
-
-    def on_step(self, run: Run, step: Step) -> Verdict | None:
-        if step.number != self.step:
-            return None
-        if self.error is not None:
-            self.clock.is_lost = True
-            raise self.error
-        return Verdict.STOP
-
-
 def test_a_run_that_is_stopped_counts_its_last_step(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with on_virtual_device(monkeypatch, tmp_path, *LONG) as (run, clock):
-        run.hooks += [Work(clock, 0.003, 0.03), Stop(47, clock)]
+        run.hooks += [Work(clock, 0.003, 0.03), runs.AtSteps(47, lambda run: Verdict.STOP)]
         summary = train(run)
     assert summary.status == "stopped"
     assert summary.throughput.samples == settled_samples(run)
@@ -294,7 +273,12 @@ def test_the_summary_of_a_failed_run_does_not_touch_the_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with on_virtual_device(monkeypatch, tmp_path, *LONG, "monitoring.every=5") as (run, clock):
-        run.hooks += [Work(clock, 0.003, 0.03), Stop(48, clock, ZeroDivisionError("planted"))]
+
+        def lose_device(run: Run) -> None:
+            clock.is_lost = True  # any further use of it raises
+            raise ZeroDivisionError("planted")
+
+        run.hooks += [Work(clock, 0.003, 0.03), runs.AtSteps(48, lose_device)]
         with pytest.raises(ZeroDivisionError):
             train(run)
     summary = Summary.read(tmp_path)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -21,21 +22,16 @@ from runner.core.interfaces.run import Run
 from runner.core.objectives.classification import ClassificationObjective
 from runner.core.record.summary import Summary
 from runner.core.train.user_values import UserValues
-from tests.runs import AtSteps, Killed, command, config, kill, opened, rows, scalars, trained
+from tests.runs import AtSteps, Killed, command, config, hook, kill, opened, rows, scalars, trained
 
 SHORT = (*("data=cancer", "model=mlp", "model.width=4"), "training.steps=20")
 EVERY = (*SHORT, "training.validate_every=5", "monitoring.every=10")
 MONITORED = ("training.monitor=user/score", "training.monitor_mode=max")
 
 
-class Logs(Hook):
-    """Logs what `values` returns for a step, after its update."""
-
-    def __init__(self, values: Callable[[int], dict[str, Any]]) -> None:
-        self.values = values
-
-    def on_step(self, run: Run, step: Step) -> None:
-        run.log(self.values(step.number))
+def logs(values: Callable[[int], dict[str, Any]]) -> Hook:
+    """A hook that logs what `values` returns for a step, after its update."""
+    return hook(on_step=lambda run, step: run.log(values(step.number)))
 
 
 def logged(folder: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -44,45 +40,44 @@ def logged(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def test_a_hooks_numbers_are_rows_of_split_user_and_tags_of_tensorboard(tmp_path: Path) -> None:
-    log = Logs(lambda step: {"half": step / 2, "net/square": step**2})
-    trained(*SHORT, folder=tmp_path, hooks=[log])
-    assert logged(tmp_path) == [(n, {"half": n / 2, "net/square": n * n}) for n in range(1, 21)]
-    assert scalars(tmp_path, "user/half") == [(n, n / 2) for n in range(1, 21)]
+    counter, sink = torch.zeros(()), list[Any]()
+
+    def values(step: int) -> dict[str, Any]:
+        counter.add_(1)  # a tensor is copied: later changes must not show
+        return {"half": step / 2, "net/count": counter, "odd": math.nan if step % 2 else 1.0}
+
+    with opened(*SHORT, folder=tmp_path) as run:
+        writer: Any = SimpleNamespace(add=lambda *row: sink.append(row), close=lambda: None)
+        run.recorder.sink_writers.append(writer)
+        run.hooks.append(logs(values))
+        train(run)
+    counts = [(row["net/count"], row["odd"]) for _, row in logged(tmp_path)]
+    assert counts == [(n, None if n % 2 else 1.0) for n in range(1, 21)]
+    halves = [(n, n / 2) for n in range(1, 21)]
+    assert [(n, row["half"]) for n, row in logged(tmp_path)] == halves
+    assert scalars(tmp_path, "user/half") == halves
+    assert [(step, row["half"]) for step, split, row in sink if split == "user"] == halves
 
 
 def test_each_event_logs_its_own_step_and_a_typed_one_stays(tmp_path: Path) -> None:
-    class Everywhere(Hook):
-        def on_gradients(self, run: Run, step: Step) -> None:
-            run.log({"gradients": step.number})
+    def log_twice(run: Run, step: Step) -> None:
+        run.log({"update": step.number})
+        run.log({"typed": step.number}, step=1000 + step.number)
 
-        def on_step(self, run: Run, step: Step) -> None:
-            run.log({"update": step.number})
-            run.log({"typed": step.number}, step=1000 + step.number)
-
-        def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-            run.log({"validation": evaluation.step})
-
+    everywhere = hook(
+        on_gradients=lambda run, step: run.log({"gradients": step.number}),
+        on_step=log_twice,
+        on_validation=lambda run, evaluation: run.log({"validation": evaluation.step}),
+    )
     overrides = (*EVERY, "checkpoint.every=5", "checkpoint.resume=auto")
     for steps in (10, 20):  # the second one continues
-        trained(*overrides, f"training.steps={steps}", folder=tmp_path, hooks=[Everywhere()])
+        trained(*overrides, f"training.steps={steps}", folder=tmp_path, hooks=[everywhere])
     values = logged(tmp_path)
     assert {step - (1000 if "typed" in row else 0) for step, row in values} == set(range(1, 21))
     for step, row in values:
         assert list(row.values()) == [step - (1000 if "typed" in row else 0)]
     assert [step for step, row in values if "validation" in row] == [5, 10, 15, 20]
     assert [step for step, row in values if "gradients" in row] == list(range(1, 21))
-
-
-def test_a_tensor_is_copied_when_it_is_logged_and_not_a_number_is_null(tmp_path: Path) -> None:
-    counter = torch.zeros(())
-
-    def values(step: int) -> dict[str, Any]:
-        counter.add_(1)  # later changes must not show
-        return {"count": counter, "odd": math.nan if step % 2 else 1.0}
-
-    trained(*SHORT, folder=tmp_path, hooks=[Logs(values)])
-    assert [row["count"] for _, row in logged(tmp_path)] == list(range(1, 21))
-    assert [row["odd"] for _, row in logged(tmp_path)] == [None, 1.0] * 10
 
 
 @pytest.mark.parametrize("ends", [(7,), (3, 8, 14), (20,)])
@@ -96,7 +91,7 @@ def test_a_resumed_run_has_each_row_once_and_the_same_best(
     for name, steps in (("straight", [0]), ("resumed", [*ends, 0])):
         for step in steps:
             with suppress(Killed):
-                hooks = [Logs(score), AtSteps(step, kill)]
+                hooks = [logs(score), AtSteps(step, kill)]
                 trained(*overrides, folder=tmp_path / name, hooks=hooks)
     assert rows(tmp_path / "straight") == rows(tmp_path / "resumed")
     assert len(logged(tmp_path / "resumed")) == 15
@@ -152,16 +147,9 @@ def test_a_name_stays_allowed_when_the_objective_has_a_metric_of_that_name(tmp_p
         def metrics(self, totals: dict[str, Any]) -> dict[str, float]:
             return super().metrics(totals) | {"mine": 1.0}
 
-    hooks, given = [Logs(lambda step: {"mine": step})], Components(objective=Named(2))
+    hooks, given = [logs(lambda step: {"mine": step})], Components(objective=Named(2))
     assert trained(*EVERY, folder=tmp_path, given=given, hooks=hooks).metrics["val/mine"] == 1.0
     assert logged(tmp_path) == [(n, {"mine": float(n)}) for n in range(1, 21)]
-
-
-def test_nothing_can_be_logged_once_the_training_has_ended(tmp_path: Path) -> None:
-    with opened(*SHORT, folder=tmp_path) as run:
-        train(run)
-        with pytest.raises(UsageError, match="log: the training has ended"):
-            run.log({"mine": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -188,14 +176,16 @@ def test_the_state_of_a_checkpoint_is_checked_when_it_is_loaded(state: dict[str,
 
 def test_the_monitor_takes_the_last_value_since_the_validation_before(tmp_path: Path) -> None:
     scores = {3: 9.0, 5: 1.0, 9: 4.0, 16: 2.0}  # none between the validations of 10 and 15
-    hook = Logs(lambda step: {"score": scores[step]} if step in scores else {})
-    summary = trained(*EVERY, *MONITORED, folder=tmp_path, hooks=[hook])
+    log = logs(lambda step: {"score": scores[step]} if step in scores else {})
+    summary = trained(*EVERY, *MONITORED, folder=tmp_path, hooks=[log])
     assert (summary.best, summary.best_step) == (4.0, 10)
     assert summary.metrics["user/score"] == 2.0
     assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 4.0, None, 2.0]
 
 
-def test_the_objective_logs_in_a_validation_what_is_monitored(tmp_path: Path) -> None:
+def test_the_objective_logs_in_a_validation_what_is_monitored_and_nothing_before_step_1(
+    tmp_path: Path,
+) -> None:
     class Logging(ClassificationObjective):
         """Logs the number of its validations, which falls."""
 
@@ -206,57 +196,37 @@ def test_the_objective_logs_in_a_validation_what_is_monitored(tmp_path: Path) ->
             self.log({"score": self.left})
             return super().metrics(totals)
 
-    overrides = (*EVERY, *MONITORED, "training.sanity=false")
-    summary = trained(*overrides, folder=tmp_path, given=Components(objective=Logging(2)))
+    given = Components(objective=Logging(2))
+    summary = trained(*EVERY, *MONITORED, folder=tmp_path, given=given)
     assert (summary.best, summary.best_step) == (3.0, 5)
     assert logged(tmp_path) == [(5 * n, {"score": 4.0 - n}) for n in range(1, 5)]
 
 
-class LogsGap(Hook):
-    """Logs the value of a validation in its `on_validation`, and keeps what it was told."""
-
-    def __init__(self, gaps: dict[int, float]) -> None:
-        self.gaps, self.told = gaps, list[tuple[int, float | None]]()
-
-    def on_validation(self, run: Run, evaluation: Evaluation) -> None:
-        if evaluation.step in self.gaps:
-            run.log({"gap": self.gaps[evaluation.step]})
-        self.told.append((evaluation.step, run.progress.validated_step))
-
-
-GAP = ("training.monitor=user/gap", "training.monitor_mode=max")
+BRIEF = (*SHORT, *MONITORED, "training.steps=8", "training.validate_every=2")
 
 
 def test_a_value_logged_in_on_validation_is_of_that_validation(tmp_path: Path) -> None:
-    hook = LogsGap({2: 1.0, 4: 9.0, 8: 3.0})  # none at 6
-    overrides = (*SHORT, *GAP, "training.steps=8", "training.validate_every=2")
-    summary = trained(*overrides, "training.patience=2", folder=tmp_path, hooks=[hook])
+    scores, told = {2: 1.0, 4: 9.0, 8: 3.0}, list[tuple[int, float | None]]()  # none at 6
+
+    def log(run: Run, evaluation: Evaluation) -> None:
+        if evaluation.step in scores:
+            run.log({"score": scores[evaluation.step]})
+        told.append((evaluation.step, run.progress.validated_step))
+
+    hooks = [hook(on_validation=log)]
+    summary = trained(*BRIEF, "training.patience=2", folder=tmp_path, hooks=hooks)
     assert (summary.best, summary.best_step, summary.ended_by) == (9.0, 4, "patience")
     assert summary.checkpoint.best is not None and "00000004" in str(summary.checkpoint.best)
-    assert [row["user/gap"] for row in rows(tmp_path, "val")] == [1.0, 9.0, None, 3.0]
-    assert hook.told == [(2, 2), (4, 4), (6, 6), (8, 8)]
+    assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 9.0, None, 3.0]
+    assert told == [(2, 2), (4, 4), (6, 6), (8, 8)]
 
 
 def test_of_values_in_steps_and_on_validation_the_later_one_is_monitored(tmp_path: Path) -> None:
-    steps = Logs(lambda step: {"gap": {2: 1.0, 4: 50.0, 6: 3.0}.get(step, 0.0)})
-    overrides = (*SHORT, *GAP, "training.steps=8", "training.validate_every=2")
-    summary = trained(*overrides, folder=tmp_path, hooks=[LogsGap({4: 2.0}), steps])
+    steps = logs(lambda step: {"score": {2: 1.0, 4: 50.0, 6: 3.0}.get(step, 0.0)})
+    of_4 = hook(on_validation=lambda run, e: run.log({"score": 2.0}) if e.step == 4 else None)
+    summary = trained(*BRIEF, folder=tmp_path, hooks=[of_4, steps])
     assert (summary.best, summary.best_step) == (3.0, 6)
-    assert [row["user/gap"] for row in rows(tmp_path, "val")] == [1.0, 2.0, 3.0, 0.0]
-
-
-def test_the_sanity_check_before_step_1_logs_nothing(tmp_path: Path) -> None:
-    class Logging(ClassificationObjective):
-        def batch_sums(self, output: Any, target: Any) -> dict[str, Any]:
-            self.log({"seen": len(target)})
-            return super().batch_sums(output, target)
-
-    with opened(*EVERY, "training.steps=5", folder=tmp_path) as run:
-        run.objective.__class__ = Logging
-        train(run)
-    assert sum(row["seen"] for _, row in logged(tmp_path)) == len(
-        run.validation.fetch.order.indices
-    )
+    assert [row["user/score"] for row in rows(tmp_path, "val")] == [1.0, 2.0, 3.0, 0.0]
 
 
 def test_a_monitored_name_that_is_never_logged_ends_the_run_with_the_key(tmp_path: Path) -> None:
@@ -303,54 +273,20 @@ def test_a_step_is_a_whole_number(step: Any) -> None:
         run.log({"mine": 1.0}, step)
 
 
-def test_numbers_of_a_device_are_read_once_their_copy_has_arrived(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Event:
-        def __init__(self) -> None:
-            self.arrived = self.waited = False
-
-        def query(self) -> bool:
-            return self.arrived
-
-        def synchronize(self) -> None:
-            self.waited = not self.arrived
-
+def test_numbers_of_a_device_are_read_once_their_copy_has_arrived() -> None:
+    event, waits = SimpleNamespace(arrived=False), list[None]()
+    event.query, event.synchronize = lambda: event.arrived, lambda: waits.append(None)
     values = UserValues()
     values.add({"a": 1.0}, 1)
     values.start_copy()
-    event = Event()
     values.copies[0] = values.copies[0]._replace(
         rows=[(1, {"a": torch.zeros((), device="meta"), "b": 2.0})],
         values=torch.tensor([5.0]), ready=event,
     )  # fmt: skip
-    assert values.read() == [] and not event.waited  # no host wait
+    assert values.read() == [] and not waits  # no host wait
     event.arrived = True
-    assert values.read() == [(1, {"a": 5.0, "b": 2.0})] and not event.waited
+    assert values.read() == [(1, {"a": 5.0, "b": 2.0})]
     assert values.read() == []
-
-
-def test_sinks_get_the_rows(tmp_path: Path) -> None:
-    class Writer:
-        """Takes the place of a sink's writer."""
-
-        def __init__(self) -> None:
-            self.rows: list[tuple[int, str, dict[str, float]]] = []
-
-        def add(self, *row: Any) -> None:
-            self.rows.append(row)
-
-        def close(self) -> None:
-            pass
-
-    writer: Any = Writer()
-    with opened(*SHORT, folder=tmp_path) as run:
-        run.recorder.sink_writers.append(writer)
-        run.hooks.append(Logs(lambda step: {"half": step / 2}))
-        train(run)
-    assert [row for row in writer.rows if row[1] == "user"] == [
-        (n, "user", {"half": n / 2}) for n in range(1, 21)
-    ]
 
 
 def test_an_objective_that_logs_in_its_call_is_not_compiled_into_a_step(tmp_path: Path) -> None:
@@ -389,10 +325,14 @@ def test_of_two_processes_the_first_one_writes_and_decides_on_the_best(tmp_path:
     assert Summary.read(tmp_path / "run").best_step == 20
 
 
-def test_a_run_that_logs_nothing_keeps_nothing_for_it(tmp_path: Path) -> None:
+def test_a_run_that_logs_nothing_keeps_nothing_for_it_and_takes_nothing_once_it_has_ended(
+    tmp_path: Path,
+) -> None:
     with opened(*SHORT, folder=tmp_path) as run:
         train(run)
         assert run.reader.user is None
+        with pytest.raises(UsageError, match="log: the training has ended"):
+            run.log({"mine": 1.0})
     assert not rows(tmp_path, "user")
 
 
@@ -463,7 +403,7 @@ def test_the_record_of_an_own_loop_is_continued_and_that_of_a_run_is_refused(
     assert (steps, lines[2]) == ([1, 2, 4, 5], '{"step": ')
     assert scalars(own, "user/mine") == [(1, 1), (2, 2), (4, 1), (5, 2)]
 
-    trained(*SHORT, folder=of_run, hooks=[Logs(lambda step: {"mine": step})])
+    trained(*SHORT, folder=of_run, hooks=[logs(lambda step: {"mine": step})])
     names = ("metrics.jsonl", "summary.json", "events.out.tfevents*")
     files = {path: path.read_bytes() for name in names for path in of_run.glob(name)}
     assert len(files) >= 3
