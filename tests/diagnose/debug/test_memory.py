@@ -29,6 +29,7 @@ from runner.diagnose.debug.memory import (
     find_growth,
 )
 from tests import runs
+from tests.my_package import Computed
 
 QUICK = ["device.threads=1", "optimization=none"]
 CNN = [*QUICK, "data=digits", "model=cnn", "model.width=4", "optimizer.ema=0.99"]
@@ -90,15 +91,9 @@ def test_the_account_is_of_a_full_batch(tmp_path: Path) -> None:
 
 
 def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).relu())
-
-    model, x = Two(), torch.randn(32, 8)
+    first, second = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
+    model = Computed(lambda m, x: m.second(m.first(x).relu()), first=first, second=second)
+    x = torch.randn(32, 8)
     saved = SavedTensors(model, model.parameters())
     with saved.count_saved():
         model(x).square().sum().backward()

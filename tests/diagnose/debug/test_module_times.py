@@ -89,11 +89,8 @@ class Dawdling(nn.Module):
 class Net(nn.Module):
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
-        self.first, self.body, self.head = (
-            nn.Linear(30, 30),
-            nn.Sequential(*parts),
-            nn.Linear(30, 2),
-        )
+        self.first, self.body = nn.Linear(30, 30), nn.Sequential(*parts)
+        self.head = nn.Linear(30, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.first(x)))
@@ -149,13 +146,16 @@ def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight() -> None:
     assert row.calls == 2 and row.backward_ms >= 2 * BACKWARD_MS  # of 32 samples
 
 
-def test_a_stall_in_python_is_named_by_its_module() -> None:
-    tool, _, _ = profiled(SHORT, model=Net(Dawdling(), nn.ReLU()))
+@pytest.mark.parametrize("stacks", ["false", "true"])
+def test_a_stall_in_python_is_named_by_its_module(stacks: str) -> None:
+    more = f"debug.profile.stacks={stacks}"
+    tool, _, _ = profiled(SHORT, more, model=Net(Dawdling(), nn.ReLU()))
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
     assert tool.measurements.step_ms > 2 * tool.measurements.operators_ms
     assert "most in module body.0 1" in tool.verdicts[0]
-    assert not any("amp" in text for text in tool.verdicts)
+    assert not any("amp" in text for text in tool.verdicts)  # no operator is blamed
+    assert not any(".py(" in row["name"] or "<" in row["name"] for row in tool.operators)
 
 
 def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> None:
@@ -184,8 +184,11 @@ def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique: str) -
     from torch._dynamo.utils import counters
 
     lengths = ["optimization.compile.min_steps=0"] if technique == "compile" else []
-    tool, summary, _ = profiled(f"optimization.{technique}.enabled=true", *lengths)
+    tool, summary, run = profiled(f"optimization.{technique}.enabled=true", *lengths)
     assert {row.name: row.engaged for row in summary.techniques}[technique]
+    assert any("ompiled" in operator["name"] for operator in tool.operators)
+    assert "##" not in tool.markdown(1.0).partition("| operator |")[2].partition("\n\n")[0]
+    assert run.step_graph is not None or technique == "compile"
     rows = rows_of(tool)
     assert set(rows) <= {COMPILED, REST, "(model)"}
     assert rows[COMPILED].calls == 1 and rows[COMPILED].share > 0.2

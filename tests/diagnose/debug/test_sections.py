@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from runner import profile
 from runner.diagnose.debug import sections
 from runner.diagnose.debug.sections import MAX_SECTIONS, OTHERS
+from tests.my_package import Computed
 
 
 def busy() -> None:
@@ -62,20 +63,15 @@ def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -
     assert len(totals.rows) == MAX_SECTIONS + 1 and totals.rows[OTHERS, ""].calls == 52
 
 
-class Sectioned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with profile.section("layer", category="model"):
-            x = self.layer(x)
-        return x.relu()
-
-
 def test_a_section_in_a_compiled_model_causes_no_graph_break_or_recompilation() -> None:
     torch._dynamo.reset()
-    model, x = Sectioned(), torch.randn(2, 4)
+
+    def sectioned(module: nn.Module, x: Tensor) -> Tensor:
+        with profile.section("layer", category="model"):
+            x = module.layer(x)
+        return x.relu()
+
+    model, x = Computed(sectioned, layer=nn.Linear(4, 4)), torch.randn(2, 4)
     graphs: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
