@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -59,16 +59,13 @@ def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memor
     assert epoch.peak_process >= evaluate.peak_process
     assert memory.phases["save"].added_process < 20 * MIB
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(20):
             with memory.track("save"):
                 hold(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert memory.phases["save"].times == 83
 
 

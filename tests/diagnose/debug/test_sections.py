@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -44,17 +44,14 @@ def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section() -
 
 def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -> None:
     @profile.section("worker", category="thread")
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(200):
             with profile.section("inner"):
                 pass
 
     with profile.collect() as totals:
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
         for i in range(MAX_SECTIONS + 50):
             with profile.section(f"sample {i}"):
                 pass

@@ -50,31 +50,23 @@ def replay(capture: Path, *overrides: str) -> None:
     )
 
 
-def named(body: dict[str, Any]) -> None:
-    body["config"]["model"]["arguments"] = {"out_features": 2, "bias": CALLED}
+CHANGES: list[tuple[Any, type[RunnerError]]] = [
+    (
+        lambda body: body["config"]["model"].update(arguments={"out_features": 2, "bias": CALLED}),
+        SecurityError,
+    ),
+    (
+        lambda body: body["config"]["objective"].update(
+            _target_="torch.nn.MSELoss", arguments={CODE: 1}
+        ),
+        SecurityError,
+    ),
+    (lambda body: body["config"]["optimizer"].update(options={CODE: 1}), SecurityError),
+    (lambda body: body.update(threads="2), __import__('os').mkdir('ran'"), CheckpointError),
+]
 
 
-def named_at_top(body: dict[str, Any]) -> None:
-    body["config"]["objective"].update(_target_="torch.nn.MSELoss", arguments={CODE: 1})
-
-
-def named_in_options(body: dict[str, Any]) -> None:
-    body["config"]["optimizer"]["options"] = {CODE: 1}
-
-
-def counted(body: dict[str, Any]) -> None:
-    body["threads"] = "2), __import__('os').mkdir('ran'"
-
-
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        (named, SecurityError),
-        (named_at_top, SecurityError),
-        (named_in_options, SecurityError),
-        (counted, CheckpointError),
-    ],
-)
+@pytest.mark.parametrize(("change", "error"), CHANGES)
 def test_text_that_would_be_code_in_the_script_is_refused_before_anything_runs(
     change: Any, error: type[RunnerError], capture: Path
 ) -> None:
@@ -86,7 +78,7 @@ def test_text_that_would_be_code_in_the_script_is_refused_before_anything_runs(
 
 
 def test_the_command_refuses_it_too_and_leaves_nothing(capture: Path) -> None:
-    forge(capture, named)
+    forge(capture, CHANGES[0][0])
     before = sorted(Path().rglob("*"))
     done = runs.command(Path(), "job=replay", f"replay.path={capture}")
     assert done.returncode == SecurityError.exit_code == 3, done.stderr
