@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import runs
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -21,14 +20,7 @@ NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 def ran(name: str, folder: Path) -> str:
     script, *arguments = name.split(" ")
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = runs.python(str(ROOT / "examples" / script), *arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in folder.iterdir()} <= {"outputs"}  # nothing else is left
     return done.stdout
@@ -88,13 +80,7 @@ def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path: Path) -> No
     asked = ["objective.metrics=[my_metrics.top3]", "security.trusted=[my_metrics]"]
     runner = ["-m", "runner", "training.steps=20", *asked, "training.monitor=val/top3"]
     for arguments, shown in ((["page.py"], r"0\.\d+"), (runner, "val/top3")):
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        done = runs.python(*arguments, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert re.search(shown, done.stdout)
 

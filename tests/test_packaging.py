@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tomllib
 import venv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
@@ -23,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
-def output(command: list[str], cwd: Path) -> str:
+def output(command: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> str:
     """What a command prints; the test fails, showing all it said, when the command does."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -135,13 +136,12 @@ def _torch_wheel(folder: Path, version: str) -> None:
     folder.mkdir(exist_ok=True)
     about = f"torch-{version}.dist-info"
     with ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(
-            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
-        )
-        wheel.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{about}/RECORD", "")
+        for name, text in {
+            "METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            wheel.writestr(f"{about}/{name}", text)
 
 
 @pytest.mark.slow
@@ -162,18 +162,11 @@ def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path
             '[project]\nname = "thing"\nversion = "1.0"\ndependencies = ["torch>=2.11"]\n'
         )
         script = f"set -eu; . {root}/scripts/setup.sh; set_up"
-        done = subprocess.run(
-            ["bash", "-c", script],
-            env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": settings},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"setup: installed torch {expected}\n" in done.stdout
-        assert "several GB" not in done.stdout  # pip has a place of its own to look at
-        assert "setup: choosing versions" in done.stdout
-        assert "setup: unpacking 2 packages" in done.stdout
+        variables = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": settings}
+        said = output(["bash", "-c", script], ROOT, variables)
+        assert f"setup: installed torch {expected}\n" in said
+        assert "several GB" not in said  # pip has a place of its own to look at
+        assert "setup: choosing versions" in said and "setup: unpacking 2 packages" in said
 
 
 PIP_LINES = """\

@@ -23,13 +23,9 @@ GIT = ["git", "-c", "user.name=n", "-c", "user.email=e@x"]
 
 
 def release(root: Path, *typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", root / "scripts/release", *typed],
-        env=os.environ | {"PYTHON": sys.executable} | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = os.environ | {"PYTHON": sys.executable} | variables
+    command = ["bash", root / "scripts/release", *typed]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner import rooms
+from tests.runs import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,43 +43,31 @@ def test_every_name_of_the_table_is_found(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     "room, typed, needed_by",
     [
-        ("scan", ["job=scan", "scan.path=x"], "job=scan"),
-        ("measure", ["job=benchmark"], "job=benchmark"),
-        pytest.param(
-            "datasets",
-            ["data=tabular", "data.path=x.csv", "data.target=y"],
-            "data=tabular",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("diagnose", ["job=doctor"], "job=doctor", marks=pytest.mark.slow),
-        pytest.param("scale", ["distributed=ddp"], "distributed=ddp", marks=pytest.mark.slow),
-        pytest.param("scale", ["-m", "seed=1,2"], "a sweep (-m)", marks=pytest.mark.slow),
-        pytest.param(
-            "loops",
-            ["-m", "optimization=none,basic", "sweep.benchmark_s=1", "training.steps=2"],
-            "",
-            marks=pytest.mark.slow,
-        ),
+        ("scan", "job=scan scan.path=x", "job=scan"),
+        ("measure", "job=benchmark", "job=benchmark"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+            ("datasets", "data=tabular data.path=x.csv data.target=y", "data=tabular"),
+            ("diagnose", "job=doctor", "job=doctor"),
+            ("scale", "distributed=ddp", "distributed=ddp"),
+            ("scale", "-m seed=1,2", "a sweep (-m)"),
+            ("loops", "-m optimization=none,basic sweep.benchmark_s=1 training.steps=2", ""),
+        )),
     ],
-)
+)  # fmt: skip
 def test_a_missing_room_is_named_and_the_rest_works(
-    room: str, typed: list[str], needed_by: str, tmp_path: Path
+    room: str, typed: str, needed_by: str, tmp_path: Path
 ) -> None:
-    shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    shutil.copytree(
-        ROOT / "runner", tmp_path / "runner", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    for name in ("conf", "runner"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
     shutil.rmtree(tmp_path / "runner" / room)
     (tmp_path / "x.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "runner", "device=cpu", *overrides]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        command = ("-P", "-m", "runner", "device=cpu", *overrides)
+        return python(*command, folder=tmp_path, PYTHONPATH=str(tmp_path))
 
-    refused = run(*typed)
+    refused = run(*typed.split())
     if needed_by:
         assert refused.returncode == 2
         assert refused.stderr.splitlines()[-1].endswith(f"{needed_by} needs runner.{room}")

@@ -6,15 +6,13 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from runner.core.record.summary import StepTime, Throughput
 from runner.measure import page
 from runner.measure.benchmark.result import Load
 from runner.measure.columns import COLUMNS, select_columns
@@ -28,6 +26,7 @@ from runner.measure.table import ComparisonScreen
 from runner.measure.verdicts import conclusion, verdict
 from runner.report import main
 from runner.scale.sweep.search_record import SearchRecord, SearchTrial
+from tests import runs
 from tests.measure.planted import (
     arm,
     attribution,
@@ -42,7 +41,6 @@ from tests.measure.planted import (
     texts,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "overrides status reason summary speedup speedup_interval parity command".split()
 HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
 
@@ -236,24 +234,13 @@ def test_failures_are_listed_last_with_their_reason_and_each_reason_once() -> No
     assert "big oom: 2 GiB" in text
 
 
-def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
-    made = [
-        ComparisonRow(
-            typed.split(), "done", name=typed,
-            summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate},
-                                    "other_cpu_share": 0.25},
-                     "memory": {"peak_process_bytes": 2**29},
-                     "monitor": "val/accuracy", "best": rate / 1e5},
-        )
-        for typed, rate in zip(overrides, rates, strict=True)
-    ]  # fmt: skip
-    return Comparison("which", made, reference=overrides[0])
-
-
-def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> None:
-    typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
-    text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
-    assert "val/accuracy (best)" in text and "0.3000" in text and "512 MiB" not in text
+def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go(tmp_path: Path) -> None:
+    busy = Throughput(20_000.0, None, StepTime(1.6, 2.0), other_cpu_share=0.25)
+    for name, lr, best in (("adamw", "1e-3", 0.2), ("sgd", "1e-2", 0.3)):
+        typed = [f"optimizer={name}", f"optimizer.lr={lr}"]
+        run(tmp_path / name, typed, best=best, throughput=busy)
+    text = shown(compare_folders([tmp_path]))
+    assert "val/accuracy (best)" in text and "0.3000" in text and "500 MiB" not in text
 
 
 def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:
@@ -303,20 +290,14 @@ def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:
 # the command
 
 
-def command(*typed: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "COLUMNS": "80"}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
-    program = [sys.executable, "-m", "runner.report", *typed]
-    return subprocess.run(program, cwd=cwd, env=environment, **options)
-
-
 def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(
     tmp_path: Path,
 ) -> None:
     for name, level in (("one", "none"), ("two", "ultra")):
         folder = sweep(tmp_path / name, [job(0, level)])
         run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
-    done = command("one", "two", "--out", "x/both", cwd=tmp_path)
+    both = ("-m", "runner.report", "one", "two", "--out", "x/both")
+    done = runs.python(*both, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ultra" in done.stdout and "×" not in done.stdout and "tensorboard" in done.stdout
     out = tmp_path / "x/both"
@@ -346,7 +327,8 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
 def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path) -> None:
     for name in ("rich", "hydra", "yaml", "omegaconf"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
-    done = command("nowhere", cwd=tmp_path, path=f"{ROOT}:")
+    search = f"{runs.TESTS.parent}:"  # and the current folder
+    done = runs.python("-m", "runner.report", "nowhere", folder=tmp_path, PYTHONPATH=search)
     assert done.returncode == 2 and "cannot be read" in done.stderr
 
 

@@ -106,23 +106,6 @@ def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(
     assert bad.reason == "its folder cannot be read: Input/output error"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_belongs_to_another_user_is_a_row(tmp_path: Path) -> None:
-    folder = sweep(tmp_path / "sweeps" / "s", [job(0, "none"), job(1, "ultra", "")])
-    run(folder / "0", ["optimization=none"])
-    closed = run(folder / "1", ["optimization=ultra"]), run(tmp_path / "sweeps" / "t", [])
-    for place in closed:
-        place.chmod(0)
-    try:
-        found = compare_folders([tmp_path / "sweeps"])
-        assert folder / "comparison" in page.write_comparison(compare_folders([folder]), folder)
-    finally:
-        for place in closed:
-            place.chmod(0o700)
-    assert [row.status for row in found.rows] == ["done", "failed", "failed"]
-    assert all("cannot be read: Permission denied" in row.reason for row in found.rows[1:])
-
-
 def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     first = sweep(outputs / "sweeps/digits-mlp/2026-11-20_10-00-00-aaaaaa", [job(0, "none")])

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from runner import build, compose
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import Request, check
 from runner.core.checkpoint.ownership import ARCHIVE, archive_record, check_folder, is_own_resume
 from runner.core.errors import SecurityError, UsageError
 from runner.core.record.summary import Summary
 from runner.scale.sweep.plan import JobPlan, can_continue
 from runner.scale.sweep.state import Job
 from tests.runs import QUICK
+from tests.runs import checked as ask
 
 RUN, OTHER = "outputs/runs/a/old", "outputs/runs/a/other"
 RECORDS = {
@@ -45,10 +44,6 @@ def make_run(where: str = RUN) -> Path:
     (run / ".hydra").mkdir()
     (run / ".hydra" / "overrides.yaml").write_text("[]\n")
     return run
-
-
-def ask(*typed: str) -> Request:
-    return check(read_arguments(typed))
 
 
 def content(folder: Path) -> dict[str, str]:

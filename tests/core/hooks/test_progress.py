@@ -4,6 +4,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -41,10 +42,7 @@ def evaluation(step: int) -> Evaluation:
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then_and_one_per_validation(
-    run: Run,
-    clock: list[float],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    run: Run, clock: list[float], caplog: pytest.LogCaptureFixture, capfd: Any
 ) -> None:
     caplog.set_level(logging.INFO, "runner")
     caplog.clear()

@@ -8,8 +8,6 @@ import mmap
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from tests import runs
 QUICK = ["data=cancer", "training.steps=60", "monitoring.every=10", "monitoring.progress=false"]
 QUICK += ["device=cpu", "device.threads=1", "optimization=none"]
 MIB = 2**20
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 
 
@@ -42,18 +41,10 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by
 class NoFiles(Hook):
     """From step 5 to 50 no file can be opened: EMFILE."""
 
-    @contextmanager
-    def session(self, run: Run) -> Iterator[None]:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
     def on_step(self, run: Run, step: Step) -> None:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if step.number in (5, 50):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0 if step.number == 5 else hard, hard))
+            most = 0 if step.number == 5 else FILES[0]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, FILES[1]))
         time.sleep(0.012)  # a row about the machine falls due
 
 
@@ -71,24 +62,14 @@ def test_a_run_continues_when_no_file_can_be_opened(
     assert all("Too many open files" in text for text in said)
 
 
-FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-class Starves(Hook):
-    """From step 5 on no file can be opened."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == 5:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1]))
-
-
 def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(
     tmp_path: Path,
 ) -> None:
     config = compose([*QUICK, "checkpoint.every=5", "training.validate_every=60"])
+    starves = runs.AtSteps(5, lambda run: resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1])))
     try:
         with pytest.raises(StorageError, match=r"3 checkpoints in a row .* Too many open files"):
-            train_job(config, tmp_path, Components(hooks=[Starves()]))
+            train_job(config, tmp_path, Components(hooks=[starves]))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
 
@@ -143,10 +124,8 @@ def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Pa
     same = ["schedule=constant", "device.clean_above=null"]
     ended = real(tmp_path, 4 * MIB, 600, "training.steps=500", *same)
     assert ended["status"] == "stopped" and 20 <= ended["steps"] < 150
-    assert (
-        "`ulimit -v` allows" in ended["reason"] and "stability.watch.stop_above" in ended["reason"]
-    )
-    assert f"checkpoint.resume={tmp_path}" in ended["reason"]
+    for part in ("`ulimit -v` all", "stability.watch.stop_above", f"checkpoint.resume={tmp_path}"):
+        assert part in ended["reason"]
     assert ended["faults"]["memory_stop"] == 1 and "out_of_memory" not in ended["faults"]
     step = ended["steps"]
     assert (tmp_path / f"checkpoints/step_{step:08d}/manifest.json").is_file()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import pydoc
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import torch
 from torch import nn
 
 import runner
-from runner import Evidence, Technique, build, compare, compose, load, train
+from runner import build, compare, compose, load, train
 from runner.core.build.setup import Components
 from runner.core.config import composed
 from runner.core.errors import CheckpointError, ConfigError, UsageError
@@ -26,6 +24,7 @@ from runner.core.record.hydra_files import read_flat_config, read_overrides
 from runner.measure.auto.resolve import resolve_auto
 from tests import runs
 from tests.core.checks.spoiled import Spoiled
+from tests.measure.parity.parity_mutants import mutant
 
 TYPED = ("data=cancer", "model=mlp", "training.steps=8", "device=cpu", "monitoring.progress=false")
 
@@ -49,10 +48,8 @@ def test_the_folder_is_as_the_command_line_leaves_it(trained: Path, tmp_path: Pa
 
     def files(folder: Path) -> set[str]:
         names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        return {re.sub(r"tfevents.*", "tfevents", name) for name in names} - {
-            "run.log",
-            "table.json",
-        }
+        names = {re.sub(r"tfevents.*", "tfevents", name) for name in names}
+        return names - {"run.log", "table.json"}
 
     assert files(trained) == files(tmp_path / "outputs/runs/typed")
 
@@ -61,10 +58,8 @@ def test_what_was_changed_is_loaded_and_continued_without_typing_it_again(traine
     with load(trained) as model:
         assert model.config.training.batch_size == 50
         assert model.config.optimizer.options == {"betas": [0.9, 0.95]}
-    root = trained.parent.parent.parent
-    made = runs.command(
-        root, "checkpoint.resume=outputs/runs/mine", "training.steps=12", *runs.QUICK
-    )
+    typed = ("checkpoint.resume=outputs/runs/mine", "training.steps=12", *runs.QUICK)
+    made = runs.command(trained.parents[2], *typed)
     assert made.returncode == 0, made.stderr
     assert "continuing after step 8" in made.stderr
     assert "batch_size" not in made.stderr and "betas" not in made.stderr  # as before
@@ -79,14 +74,9 @@ def test_a_run_of_one_folder_is_continued_from_python_with_its_new_config(tmp_pa
         assert model.config.training.steps == 6
 
 
-class Nothing(Technique):
+@mutant
+def Nothing(builder: Any) -> None:
     """Applies without a change."""
-
-    def apply(self, builder: Any) -> None:
-        return None
-
-    def engaged(self, run: Any) -> Evidence:
-        return Evidence(True, "always")
 
 
 def _given(part: str) -> Components:
@@ -114,13 +104,10 @@ def test_a_config_is_not_recorded_if_an_object_of_the_caller_replaces_a_part_of_
 ) -> None:
     config = compose([*TYPED])
     config.optimization.extra = ["mine"] * (part == "techniques")
-    with (
-        caplog.at_level(logging.INFO, "runner"),
-        build(config, tmp_path, _given(part)) as run,
-    ):
+    caplog.set_level(logging.INFO, "runner")
+    with build(config, tmp_path, _given(part)) as run:
         train(run)
-    assert (tmp_path / "checkpoints").is_dir()
-    assert not (tmp_path / ".hydra").exists()
+    assert (tmp_path / "checkpoints").is_dir() and not (tmp_path / ".hydra").exists()
     (message,) = [text for text in caplog.messages if "config is not recorded" in text]
     assert part in message
 
@@ -138,14 +125,8 @@ def test_a_run_with_an_automatic_choice_of_techniques_is_recorded_and_loaded(
 def test_numbers_of_numpy_tuples_and_paths_are_recorded_as_plain_values(tmp_path: Path) -> None:
     rows = "\n".join(f"{n},{n % 7},{n % 2}" for n in range(80))
     (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}\n")
-    typed = [
-        "data=tabular",
-        "data.path=other.csv",
-        "data.target=y",
-        "model=mlp",
-        "training.steps=3",
-    ]
-    config: Any = compose([*typed, "device=cpu"])
+    typed = "data=tabular data.path=other.csv data.target=y model=mlp training.steps=3 device=cpu"
+    config: Any = compose(typed.split())
     config.optimizer.lr = numpy.float64(1e-3)
     config.model.width = numpy.int64(16)
     config.data.path = tmp_path / "t.csv"
@@ -205,8 +186,7 @@ def test_a_recorded_config_is_never_of_another_run_that_was_not_trained(tmp_path
 def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_it(
     tmp_path: Path,
 ) -> None:
-    first = compose([*TYPED])
-    with build(first, tmp_path) as run:
+    with build(compose([*TYPED]), tmp_path) as run:
         train(run)
     other = compose([*TYPED, "training.steps=10", "checkpoint.resume=auto"])
     with build(other, tmp_path):
@@ -224,10 +204,8 @@ def test_public_names_and_nothing_else_are_listed() -> None:
     assert dir(runner) == sorted(runner.__all__)
     text = pydoc.plain(pydoc.render_doc(runner))
     _, _, documented = text.partition("\nCLASSES\n")
-    classes = re.findall(r"^    class (\w+)", documented, re.MULTILINE)
-    others = re.findall(
-        r"^    (\w+)(?:\(| = )", documented.partition("\nFUNCTIONS\n")[2], re.MULTILINE
-    )
+    classes = re.findall(r"^    class (\w+)", documented, re.M)
+    others = re.findall(r"^    (\w+)(?:\(| = )", documented.partition("\nFUNCTIONS\n")[2], re.M)
     listed = {*classes, *others} - {"__all__"}
     assert listed == {*runner.__all__} - {"__version__"}
     assert "import_module" not in documented
@@ -244,9 +222,7 @@ def test_a_type_checker_knows_the_public_names_and_refuses_others(tmp_path: Path
         "train(3)",
     ]
     (tmp_path / "user.py").write_text("\n".join(lines))
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", tmp_path / "user.py"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    done = runs.python("-m", "mypy", "--no-error-summary", str(tmp_path / "user.py"))
     told = [line.partition("user.py:")[2] for line in done.stdout.splitlines()]
     assert told == [
         '4: error: Module has no attribute "nonsense"  [attr-defined]',
@@ -359,10 +335,7 @@ def test_arguments_of_another_kind_are_named(trained: Path, call: Any, problem: 
         ({"components": Components(optimizer=torch.optim.SGD)}, "not its class"),
         ({"components": Components(techniques=5)}, "techniques by name"),
         ({"components": Components(validation=[1])}, "DataLoader or a stream of yours"),
-        (
-            {"components": Components(data=[1], validation=[1])},
-            r"training_pipeline\(.*validation=…",
-        ),
+        ({"components": Components(data=[1], validation=[1])}, r"pipeline\(.*validation=…"),
     ],
 )
 def test_objects_that_a_run_cannot_use_are_refused_by_name(

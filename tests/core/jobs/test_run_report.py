@@ -226,9 +226,7 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
     faults.write()
     text = " ".join(shown(SUMMARY, run).split())
     assert "7, steps 43, 44, 45, 46, …: the loss was nan; skipped (6); rolling back (1)" in text
-    command = (
-        "python -P -m runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
-    )
+    command = "runner job=replay replay.path=outputs/runs/x/debug/captures/step_00000043"
     assert [x for x in shown(SUMMARY, run, 120).splitlines() if command in x]  # whole, to be copied
     assert "history.json, profile.md, captures/ (1)" in text
     page = report.render_report(SUMMARY, run)

@@ -6,28 +6,24 @@ import math
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from runner.core.record.recorder import Recorder
 from runner.core.record.storage import replace_text
 from runner.core.schemas.monitoring import MonitoringConfig
+from tests.runs import python, scalars
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)
 
 
 def opened(
-    folder: Path | None,
-    step: int = 0,
-    offset: int | None = None,
-    config: MonitoringConfig = JSON_ONLY,
+    folder: Path | None, step: int = 0, offset: int | None = None, config: Any = JSON_ONLY
 ) -> Recorder:
     recorder = Recorder(folder, config)
     recorder.open(step, offset)
@@ -143,9 +139,8 @@ print(json.dumps([recorder.faults, recorder.position()]))
 
 def record_on_a_full_disk(folder: Path, room_again: int) -> tuple[dict[str, int], int, str]:
     """Faults, position and warnings of 199 rows, of which the first 5,000 bytes fit at first."""
-    command = [sys.executable, "-c", CHILD, str(folder), str(room_again)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    done = python("-c", CHILD, str(folder), str(room_again))
+    assert done.returncode == 0, done.stderr
     return *json.loads(done.stdout), done.stderr
 
 
@@ -189,8 +184,7 @@ def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
     losses = [row["loss"] for row in rows(tmp_path)]
     assert losses == [1.0] * (begin - 1) + [2.0, 2.0]
     assert recorder.position() == (tmp_path / "metrics.jsonl").stat().st_size
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("watch_train/loss")
-    assert [event.value for event in events] == losses
+    assert [value for _, value in scalars(tmp_path, "watch_train/loss")] == losses
 
 
 def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(

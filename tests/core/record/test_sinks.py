@@ -27,6 +27,7 @@ from runner.core.record.recorder import Recorder
 from runner.core.record.sinks.base import MetricsRow, RunDescription, Sink, SinkWriter
 from runner.core.schemas.monitoring import MonitoringConfig
 from runner.core.train.loop import train
+from tests.runs import read, wait_until
 
 SHORT = ["training.steps=40", "training.validate_every=20", "monitoring.tensorboard=false"]
 Points = set[tuple[str, int, float]]
@@ -181,9 +182,8 @@ def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path: P
         recorder.scalars(step, "train", {"loss": step / 7})
     writer.flush()
     recorder.close()
-    assert [(r.split, r.step) for r in sink.rows] == [
-        ("val", 20), ("train", 40), ("train", 35), ("train", 40),
-    ]  # fmt: skip
+    found = [(row.split, row.step) for row in sink.rows]
+    assert found == [("val", 20), ("train", 40), ("train", 35), ("train", 40)]
     assert sink.rows[0].values == {"loss": math.inf}
 
 
@@ -195,9 +195,7 @@ def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(
         said = rf"^monitoring.sinks: .*pip install 'hydra-torch-runner\[{name}\]'"
         with pytest.raises(ConfigError, match=said):
             hook.make_sinks([name], lambda target, key: None)
-    with pytest.raises(
-        ConfigError, match=r"^monitoring.sinks: unknown sink 'comet'; mlflow\|wandb"
-    ):
+    with pytest.raises(ConfigError, match=r"^monitoring.sinks: .*'comet'; mlflow\|wandb"):
         compose(["monitoring.sinks=[comet]"])
 
 
@@ -213,29 +211,25 @@ def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_with_its_numbers_an
     table.write_text("x,y\n" + "".join(f"{i % 17},{i % 2}\n" for i in range(200)))
     monkeypatch.setenv("TABLE", str(table))
     folder = tmp_path / "outputs" / "run"
-    more = [
-        "training.steps=4000",
-        "checkpoint.every=100",
-        "training.validate_every=100",
-        "name=mine",
-        "data=tabular",
-        "data.target=y",
-        "data.path=${oc.env:TABLE}",
-        "security.environment=[TABLE]",
-    ]
+    more = (
+        "training.steps=4000 checkpoint.every=100 training.validate_every=100 name=mine "
+        "data=tabular data.target=y data.path=${oc.env:TABLE} security.environment=[TABLE]"
+    ).split()
     typed = command(folder, "mlflow,wandb", *more)
     process = subprocess.Popen(typed, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    store, deadline = folder / "mlflow-run-id", time.monotonic() + 300
-    try:
-        while not (
+    store = folder / "mlflow-run-id"
+
+    def begun() -> object:
+        return (
             store.is_file()
             and list(folder.glob("wandb/offline-run-*/*.wandb"))
             and mlflow_points(folder, uri)
             and wandb_points(folder)
             and list(folder.glob("checkpoints/step_*"))
-        ):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+        )
+
+    try:
+        wait_until(begun, process)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -247,7 +241,7 @@ def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_with_its_numbers_an
     expected = record(folder, but="system")  # those rows are at other steps where a run is repeated
     assert mlflow_points(folder, uri, but="system") == expected
     assert wandb_points(folder, but="system") == expected
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = read(folder)
     assert "sink" not in summary["faults"]
     client = MlflowClient(tracking_uri=uri)
     run = client.get_run(first.strip())

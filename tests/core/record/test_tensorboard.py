@@ -17,6 +17,7 @@ from runner.core.record import storage
 from runner.core.record.recorder import Recorder
 from runner.core.record.tensorboard import truncate_events
 from runner.core.schemas.monitoring import MonitoringConfig
+from tests.runs import scalars as points
 
 
 def opened(folder: Path, start_step: int = 0) -> Recorder:
@@ -29,10 +30,6 @@ def opened(folder: Path, start_step: int = 0) -> Recorder:
 def read(folder: Path) -> EventAccumulator:
     accumulator = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
     return accumulator.Reload()
-
-
-def points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
 
 
 def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
@@ -51,10 +48,8 @@ def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
     third.close()
     files = sorted(tmp_path.glob("events*"))
     assert len(files) == 3
-    rows = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
-    assert [[v.tag for v in row.summary.value] for row in rows] == [
-        ["watch_train/loss", "watch_train/lr"]
-    ]
+    (row,) = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
+    assert [value.tag for value in row.summary.value] == ["watch_train/loss", "watch_train/lr"]
     assert points(tmp_path, "watch_train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
 
 
@@ -68,10 +63,8 @@ def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_la
     first.end("failed", 20, {"accuracy": 0.5})  # at the step of the checkpoint
     first.text("faults/history", "b", 20)
     first.close()
-    others = (
-        tmp_path / f"events.out.tfevents.{int(time.time()) + 5}.host.1.0"
-    )  # of a writer of the user's
-    others.write_bytes(b"")
+    others = tmp_path / f"events.out.tfevents.{int(time.time()) + 5}.host.1.0"
+    others.write_bytes(b"")  # of a writer of the user's
     for _ in range(2):  # the file of the session before is later than the checkpoint
         again = Recorder(tmp_path, MonitoringConfig())
         again.open(20, None, position)

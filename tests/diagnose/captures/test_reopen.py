@@ -13,7 +13,8 @@ from runner.core.captures.manifest import CapturedWeights, list_captures
 from runner.core.errors import ConfigError, SecurityError
 from runner.core.train.step import forward_backward
 from runner.diagnose.replay.reopen import open_capture, reopen_run, with_weights
-from tests.diagnose.captures.captured_runs import SKIPPED, TRUSTED, Taker, forge, taken, trained
+from tests.core.checkpoint.test_checkpoint_damage import forge
+from tests.diagnose.captures.captured_runs import SKIPPED, TRUSTED, Taker, taken, trained
 
 CASES = {
     "average, accumulation": ["optimization=basic", "optimizer.ema=0.9", "training.micro_batch=7"],

@@ -16,7 +16,7 @@ from runner.core.errors import CheckpointError, NotVerified, RunnerError, Securi
 from runner.diagnose.replay.investigation import write_script
 from runner.diagnose.replay.job import main
 from tests import runs
-from tests.diagnose.captures.captured_runs import forge
+from tests.core.checkpoint.test_checkpoint_damage import forge
 
 PLAIN = (
     "data=cancer model._target_=torch.nn.Linear +model.out_features=2 optimization=none"

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
+from typing import Any
 
 import psutil
 import pytest
@@ -132,14 +133,11 @@ def test_a_technique_that_is_not_there_is_named() -> None:
 def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner", *LONG, f"hydra.run.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with Popen(
-        command, cwd=ROOT, env=environment, stderr=STDOUT, stdout=PIPE, text=True
-    ) as process:
+    output: Any = {"stderr": STDOUT, "stdout": PIPE, "text": True}
+    with Popen(command, cwd=ROOT, env=environment, **output) as process:
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if "none: first step after" in line:
-                    break
+            assert any("none: first step after" in line for line in process.stdout)
             family = psutil.Process(process.pid).children(recursive=True)
             assert family
             process.send_signal(signal.SIGINT)

@@ -36,11 +36,10 @@ def test_an_undecided_search_keeps_the_techniques_of_basic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened("optimization=basic", "training.steps=5") as run:
-        basic = {name for name, _ in run.techniques} | {x.name for x in run.unapplied_techniques
-                                                        if x.requested}  # fmt: skip
-    undecided = SearchResult(
-        reason="no candidate was faster", tried=plainest(final_interval=(0.97, 1.04))
-    )
+        basic = {row.name for row in run.unapplied_techniques if row.requested}
+        basic |= {name for name, _ in run.techniques}
+    tried = plainest(final_interval=(0.97, 1.04))
+    undecided = SearchResult(reason="no candidate was faster", tried=tried)
     enabled, reason = selected(undecided, monkeypatch)
     assert enabled == basic == set(FREE)
     assert reason == "no candidate was faster; undecided, so the techniques of basic are kept"

@@ -24,12 +24,9 @@ def test_a_level_is_that_level_on_top_of_what_was_typed() -> None:
     assert none.config.training.steps == ultra.config.training.steps == 7
     assert none.config.seed == 3
     assert ultra.overrides == ["optimization=ultra"]
-
-
-def test_a_level_of_an_arm_may_be_typed_in_any_case_and_by_another_word() -> None:
-    _, ultra, full = arms("none", "ULTRA", "full_optimization")
-    assert ultra.config.optimization.level == "ultra"
-    assert full.config.optimization.level == "full"
+    _, any_case, other_word = arms("none", "ULTRA", "full_optimization")
+    levels = any_case.config.optimization.level, other_word.config.optimization.level
+    assert levels == ("ultra", "full")
 
 
 def test_overrides_are_read_as_a_shell_reads_them_and_may_have_a_name_in_front() -> None:

@@ -23,7 +23,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import bench_claims  # noqa: E402
-from bench_claims import (  # noqa: E402
+from bench_claims import (  # noqa: E402  # noqa: E402  # noqa: E402
     BETTER,
     FAILS,
     HOLDS,
@@ -84,12 +84,7 @@ def measured(world: World, *trials: ClaimRun) -> list[ClaimResult]:
     ],
 )
 def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
-    measures: str,
-    bar: float,
-    end: float | None,
-    interval: tuple[float, float],
-    noise: float,
-    expected: str,
+    measures: str, bar: float, end: float, interval: Any, noise: float, expected: str
 ) -> None:
     estimate = Estimate(sum(interval) / 2, *interval)
     result, reason = decide_verdict(claim(measures, bar, range_end=end), estimate, noise)

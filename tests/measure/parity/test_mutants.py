@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -100,9 +99,7 @@ BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 LEVELS = {"basic": [], "advanced": BF16, "memory_efficient": []}
 
 
-@pytest.fixture(autouse=True)
-def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+pytestmark = pytest.mark.usefixtures("parity_mutants")
 
 
 def judged(model: Sequence[str], mutant: str, seed: int, *overrides: str) -> Parity:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +30,7 @@ MLP += ("stability.clip_norm=0.1", "device.threads=1", "training.steps=4")
 JOB = ("job=verify", "verify.what=distributed", "device.threads=1", *TWO)
 
 
-@pytest.fixture(autouse=True)
-def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
+pytestmark = pytest.mark.usefixtures("parity_mutants")
 
 
 def quick(*overrides: str) -> RunConfig:
@@ -72,19 +68,20 @@ def test_two_processes_that_are_right_are_within_rounding(
     ("fault", "cause"),
     [
         ("AveragedGradients", "it is averaged over processes where the parts weigh differently"),
-        pytest.param(
-            "WrongPart", "a process takes the wrong part of the batch", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "ClippedByShard", "clipping by a part of the gradient", marks=pytest.mark.slow
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("WrongPart", "a process takes the wrong part of the batch"),
+                ("ClippedByShard", "clipping by a part of the gradient"),
+            )
         ),
     ],
 )
 def test_a_planted_fault_is_detected_and_its_cause_named(
     of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path, fault: str, cause: str
 ) -> None:
-    planted = f"optimization.extra=[distributed_breaks.{fault}]"
-    assert cause in compared(of_one, tmp_path, planted, "security.trusted=[distributed_breaks]")
+    planted = f"optimization.extra=[parity_mutants.{fault}]"
+    assert cause in compared(of_one, tmp_path, planted, "security.trusted=[parity_mutants]")
 
 
 @pytest.mark.slow
@@ -95,7 +92,7 @@ def test_the_job_names_batchnorm_per_process(
     few = ("verify.steps=2", "data.validation_samples=50", "distributed.sync_batchnorm=false")
     with pytest.raises(NotVerified, match=r"train/.* at step 1 .*distributed\.sync_batchnorm=fal"):
         load_job(JobKind.verify)(runs.config(*JOB, *cnn, *few), tmp_path)
-    result = json.loads((tmp_path / "verify.json").read_text())
+    result = runs.read(tmp_path, "verify.json")
     assert (result["what"], result["verdict"], result["processes"]) == ("distributed", "FAIL", 2)
     assert result["distance"] > 100 * result["limit"]
     assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
@@ -109,14 +106,8 @@ def test_the_job_names_batchnorm_per_process(
         (*MLP, "training.micro_batch=5", "model.dropout=0.2"),
         ("model=cnn", "model.width=8", "training.batch_size=127", "optimizer=sgd"),
         (
-            "distributed=fsdp",
-            "data=synthetic",
-            "data.form=tokens",
-            "data.samples=64",
-            "model=gpt",
-            "data.sequence=16",
-            "model.width=32",
-            "training.batch_size=23",
+            *("distributed=fsdp", "data=synthetic", "data.form=tokens", "data.samples=64"),
+            *("model=gpt", "data.sequence=16", "model.width=32", "training.batch_size=23"),
         ),
         ("optimization=amp", "optimization.amp.dtype=bf16", "optimizer=sgd"),
         ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]"),

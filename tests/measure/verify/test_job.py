@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ QUICK = ["job=verify", "device.threads=1", "model.width=16"]
 def verify(folder: Path, *overrides: str) -> dict[str, Any]:
     """What is in verify.json."""
     load_job(JobKind.verify)(runs.config(*QUICK, *overrides), folder)
-    return dict(json.loads((folder / "verify.json").read_text()))
+    return runs.read(folder, "verify.json")
 
 
 def test_a_level_that_is_right_passes_and_is_recorded(
@@ -38,15 +37,15 @@ def test_a_level_that_is_right_passes_and_is_recorded(
     assert all(part in out for part in ("explained by precision", "not judged", "verify.json"))
 
 
+@pytest.mark.usefixtures("parity_mutants")
 def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
     mutant = "optimization.extra=[parity_mutants.DroppedGradient]"
     with pytest.raises(NotVerified, match=r"optimization\.DroppedGradient: grad_norm at step 1"):
         verify(tmp_path, "optimization=basic", mutant, "security.trusted=[parity_mutants]")
     assert NotVerified.exit_code == 1
-    found = json.loads((tmp_path / "verify.json").read_text())
+    found = runs.read(tmp_path, "verify.json")
     assert (found["verdict"], found["culprits"]) == ("FAIL", ["DroppedGradient"])
     assert found["alone"]["fused_optimizer"] == "explained by precision"
     assert "culprit" in capsys.readouterr().out

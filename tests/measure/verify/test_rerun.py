@@ -40,7 +40,7 @@ def typed(place: Path) -> list[str]:
 
 def test_a_run_comes_out_again(recorded: Path, tmp_path: Path) -> None:
     load_job(JobKind.verify)(runs.config(*typed(recorded)), tmp_path)
-    result = json.loads((tmp_path / "verify.json").read_text())
+    result = runs.read(tmp_path, "verify.json")
     assert (result["what"], result["verdict"], result["steps"]) == ("run", "exact", 4)
     assert result["compared"]["metric"] > 20 and result["compared"]["weights"] == 1
     assert result["notes"] == []
@@ -64,10 +64,9 @@ def test_other_data_are_named_with_the_first_step_that_differs(
 
 def test_what_differs_since_then_is_named(recorded: Path, tmp_path: Path) -> None:
     shutil.copytree(recorded / "run", tmp_path / "again", symlinks=True)
-    path = tmp_path / "again/summary.json"
-    summary = json.loads(path.read_text())
+    summary = runs.read(tmp_path / "again")
     summary["versions"]["torch"], summary["device"]["name"] = "1.0", "abacus"
-    path.write_text(json.dumps(summary))
+    (tmp_path / "again/summary.json").write_text(json.dumps(summary))
     rows = (tmp_path / "again/metrics.jsonl").read_text().splitlines()
     index, row = next((i, r) for i, r in enumerate(rows) if '"step": 3, "split": "train"' in r)
     rows[index] = json.dumps({**json.loads(row), "loss": 7.5})

@@ -30,11 +30,7 @@ STATEFUL += ("data.validation_samples=50", "training.batch_size=8")
 PLANNED = {"planned", "clean", "next_lr", "criterion", "seeds_own_generators"}
 
 
-@pytest.fixture(autouse=True)
-def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
-
-
+@pytest.mark.usefixtures("parity_mutants")
 def test_a_counter_that_no_checkpoint_holds_is_a_difference_even_at_its_period(
     tmp_path: Path,
 ) -> None:

@@ -157,12 +157,9 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
         assert (one.skipped > 0) == (name == "left out"), name
         assert several.techniques[kind] == (True, ""), name
         for technique in ENGAGED.get(name, ()):
-            row = several.techniques[technique]
-            refused = kind == "fsdp" and technique in FSDP_UNSUPPORTED
-            assert row == (False, FSDP_UNSUPPORTED[technique]) if refused else row[0], (
-                name,
-                row,
-            )
+            on, reason = several.techniques[technique]
+            refused = FSDP_UNSUPPORTED.get(technique) if kind == "fsdp" else None
+            assert on is (refused is None) and reason == (refused or reason), (name, reason)
         facts = several.facts[kind]
         if kind == "fsdp":
             assert facts["sharded_bytes"] == facts["predicted_bytes"], (name, facts)

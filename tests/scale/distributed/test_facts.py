@@ -74,12 +74,9 @@ def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
     assert quick["communication"] > slow["communication"]
     step_ms = quick["work_ms"] / (quick["split"]["data"] + quick["split"]["forward"])
     assert quick["exposed_ms"] > 15 and quick["communication"] * step_ms > quick["exposed_ms"] / 2
-    assert summary.throughput.split["waiting"] == pytest.approx(
-        quick["communication"]
-    )  # one figure
-    assert facts["communication"] == pytest.approx(
-        (quick["communication"] + slow["communication"]) / 2
-    )
+    communication = [rank["communication"] for rank in facts["ranks"]]
+    assert summary.throughput.split["waiting"] == pytest.approx(communication[0])
+    assert facts["communication"] == pytest.approx(sum(communication) / 2)
     both = quick["samples_per_second"] + slow["samples_per_second"]
     assert both == pytest.approx(facts["samples_per_second"])
     assert both == pytest.approx(summary.throughput.samples_per_second, rel=0.2)
@@ -93,14 +90,12 @@ def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
 
 
 def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder)).Reload()
-    waiting = [
-        [e.value for e in events.Scalars(f"watch_ranks/{rank}/waiting")] for rank in range(2)
-    ]
-    assert 0 < waiting[1][-1] < waiting[0][-1] <= 1  # the second is slow
-    assert all(events.Scalars(f"watch_ranks/{r}/peak_process_mib")[-1].value > 50 for r in range(2))
+    waiting, peaks = (
+        [runs.scalars(folder, f"watch_ranks/{rank}/{what}")[-1][1] for rank in range(2)]
+        for what in ("waiting", "peak_process_mib")
+    )
+    assert 0 < waiting[1] < waiting[0] <= 1  # the second is slow
+    assert min(peaks) > 50
 
 
 def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
@@ -126,12 +121,13 @@ def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: P
 def test_mfu_is_the_share_of_the_peaks_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peak = PeakFlops(1e9, "bf16", "a sheet")
-    types = []
-    monkeypatch.setattr(
-        "runner.scale.distributed.process_stats.peak_flops",
-        lambda _, dtype, measure: types.append(dtype) or peak,
-    )
+    peak, types = PeakFlops(1e9, "bf16", "a sheet"), []
+
+    def peak_flops(device: object, dtype: torch.dtype, measure: object) -> PeakFlops:
+        types.append(dtype)
+        return peak
+
+    monkeypatch.setattr("runner.scale.distributed.process_stats.peak_flops", peak_flops)
     amp = ("optimization=amp", "optimization.amp.dtype=bf16")
     config = runs.config("data=digits", "distributed=ddp", "training.steps=4", *amp)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))

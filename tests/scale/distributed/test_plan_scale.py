@@ -100,10 +100,8 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("no network of its own here, in which to count bytes")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(
-        [*alone, *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
+    command = [*alone, *command]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     plan = planned(*GPT, *own, f"distributed={kind}", f"--ranks={processes}")[0]
     kept = [runs.read(tmp_path, f"{rank}.json") for rank in range(processes)]

@@ -99,19 +99,16 @@ def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, proc
 def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path: Path) -> None:
     """none → fsdp, fsdp → none, fsdp → ddp, and fsdp → fsdp to the last bit."""
     whole, part = tmp_path / "whole", tmp_path / "whole/checkpoints/step_00000004"
-    one = tmp_path / "one"
-    run_one(config("none", 1, *MLP), one)
+    run_one(config("none", 1, *MLP), tmp_path / "one")
+    resumed = f"checkpoint.resume={part}"
     cases = {
-        "whole": (config("fsdp", 2, *MLP), whole),
-        "fsdp": (config("fsdp", 2, *MLP, f"checkpoint.resume={part}"), tmp_path / "fsdp"),
-        "ddp": (config("ddp", 2, *MLP, f"checkpoint.resume={part}"), tmp_path / "ddp"),
-        "back": (
-            config("fsdp", 2, *MLP, f"checkpoint.resume={one}/checkpoints/step_00000004"),
-            tmp_path / "back",
-        ),
+        "whole": config("fsdp", 2, *MLP),
+        "fsdp": config("fsdp", 2, *MLP, resumed),
+        "ddp": config("ddp", 2, *MLP, resumed),
+        "back": config("fsdp", 2, *MLP, resumed.replace("whole", "one")),
     }
-    make(2, cases)
-    run_one(config("none", 1, *MLP, f"checkpoint.resume={part}"), tmp_path / "none")
+    make(2, {name: (case, tmp_path / name) for name, case in cases.items()})
+    run_one(config("none", 1, *MLP, resumed), tmp_path / "none")
     for name, error in (("fsdp", 0.0), ("none", NEAR), ("ddp", NEAR), ("back", NEAR)):
         assert_equal(saved(tmp_path / name), saved(whole), error)
     files = {path.name for path in part.iterdir()}

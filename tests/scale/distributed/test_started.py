@@ -129,10 +129,7 @@ def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):
 
 
 def test_a_program_of_one_process_does_not_silently_train_alone():
-    with pytest.raises(
-        UsageError,
-        match=r"distributed=ddp: this process was not launched as one of several.*torchrun",
-    ):
+    with pytest.raises(UsageError, match=r"distributed=ddp: .* not launched as one of.*torchrun"):
         build(runs.config("distributed=ddp", "data=cancer"))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runner.core.errors import UsageError
 from runner.core.execution import evaluation
-from runner.core.schemas.device import DistributedConfig
-from runner.scale.distributed.rank_info import RankInfo
-from runner.scale.distributed.world import World
 from tests import runs
-
-from . import processes
+from tests.scale.distributed.processes import alone, world_of_one
 
 Pair = namedtuple("Pair", "first second")
 REFUSED = r"World.{}: a tensor of shape \[2\] on meta would arrive on the sender's device"
@@ -32,16 +26,6 @@ class Facts:
     """A value of a user's own."""
 
     values: dict[str, Any] = field(default_factory=dict)
-
-
-@contextmanager
-def world_of_one() -> Iterator[World]:
-    place = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
-    world = World(place, DistributedConfig(), torch.device("cpu"))
-    try:
-        yield world
-    finally:
-        world.close()
 
 
 def nests(tensor: Tensor) -> dict[str, Any]:
@@ -104,7 +88,7 @@ def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(
         devices = "cuda:0", "cuda:1"
         first, second = (torch.zeros(3, device=device) for device in devices)
     sums = {"loss": first, "own": {"parts": [second]}}
-    with processes.alone(runs.config("distributed=ddp", "data=cancer", "checkpoint=off")) as run:
+    with alone(runs.config("distributed=ddp", "data=cancer", "checkpoint=off")) as run:
         monkeypatch.setattr(evaluation, "_batch_sums", lambda *_: sums)
         monkeypatch.setattr(evaluation, "_add_sums", lambda totals, new: new or totals)
         monkeypatch.setattr(run.objective, "all_metrics", lambda totals: {})

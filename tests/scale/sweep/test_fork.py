@@ -28,9 +28,8 @@ def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         place = only(tmp_path / start)
         assert read(place)["start"] == start
-        weights[start] = read(place / "0/checkpoints/last", "manifest.json")["files"][
-            "model.safetensors"
-        ]["sha256"]
+        files = read(place / "0/checkpoints/last", "manifest.json")["files"]
+        weights[start] = files["model.safetensors"]["sha256"]
     assert weights["fork"] == weights["spawn"]
 
 

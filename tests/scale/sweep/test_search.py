@@ -29,18 +29,12 @@ from runner.scale.sweep.study import StudyFile  # noqa: E402
 
 INTERVAL = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
 SPACE = [INTERVAL, "model.width=choice(32,64)", "model.depth=range(1,5)", "name=x"]
-PLANTED = [
-    "experiment=search",
-    "model._target_=sweep_package.Planted",
-    "objective._target_=sweep_package.mean_output",
-    "security.trusted=[sweep_package]",
-    "search.metric=val/loss",
-    "search.direction=minimize",
-    "stability=off",
-]
-KINDS = [
-    "+model.how=choice(good,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid",
-]  # fmt: skip
+PLANTED = (
+    "experiment=search model._target_=sweep_package.Planted search.metric=val/loss "
+    "objective._target_=sweep_package.mean_output security.trusted=[sweep_package] "
+    "search.direction=minimize stability=off"
+).split()
+KINDS = ["+model.how=choice(good,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid"]
 
 
 def plan(*overrides: str, **settings: Any) -> SearchPlan:
@@ -66,14 +60,12 @@ def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path: Path) -> None:
 def test_a_space_is_read_in_hydras_sweep_syntax() -> None:
     mine = ["experiment=search", "search.trials=3", "hydra.mode=MULTIRUN", "sweep.resume=none"]
     space = read_space([*mine, *SPACE], SearchConfig(metric="val/f1"))
-    assert [parameter_text(one) for one in space.parameters.values()] == [
-        "0.0001 to 0.1, by its logarithm", "32, 64", "1 to 4",
-    ]  # fmt: skip
+    texts = [parameter_text(one) for one in space.parameters.values()]
+    assert texts == ["0.0001 to 0.1, by its logarithm", "32, 64", "1 to 4"]
     assert space.shared == ("name=x", "training.monitor=val/f1") and space.points is None
     assert read_space(SPACE[1:], SearchConfig()).points == 8
-    assert space.overrides({"optimizer.lr": 0.01, "model.width": "32", "model.depth": 2})[-3:] == [
-        "optimizer.lr=0.01", "model.width=32", "model.depth=2",
-    ]  # fmt: skip
+    values = {"optimizer.lr": 0.01, "model.width": "32", "model.depth": 2}
+    assert space.overrides(values)[-3:] == [f"{key}={value}" for key, value in values.items()]
 
 
 @pytest.mark.parametrize(
