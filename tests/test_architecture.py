@@ -249,8 +249,7 @@ def writing_calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
             continue
-        text = ast.unparse(node.func)
-        owner, _, name = text.rpartition(".")
+        owner, _, name = ast.unparse(node.func).rpartition(".")
         if owner == "storage" or owner.endswith(("buffers", "frozen", "checkpointer")):
             continue  # ours
         if name == "open" and _opens_to_write(node, owner):

@@ -45,5 +45,4 @@ def test_no_two_classes_share_a_name() -> None:
     for place, name, is_class in definitions():
         if is_class:
             places[name].append(place)
-    shared = {name: where for name, where in places.items() if len(where) > 1}
-    assert not shared
+    assert not {name: where for name, where in places.items() if len(where) > 1}

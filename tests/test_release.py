@@ -75,8 +75,7 @@ def test_a_rehearsal_proves_the_wheel_by_the_demo_in_an_empty_folder(
 ) -> None:
     root = tmp_path / "checkout"
     for name in ("runner", "conf", "scripts"):
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, root / name, ignore=skip)
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root)
     if missing:

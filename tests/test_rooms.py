@@ -58,8 +58,7 @@ def test_a_missing_room_is_named_and_the_rest_works(
     room: str, typed: str, needed_by: str, tmp_path: Path
 ) -> None:
     for name in ("conf", "runner"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(tmp_path / "runner" / room)
     (tmp_path / "x.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
 

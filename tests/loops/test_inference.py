@@ -85,8 +85,7 @@ def test_non_finite_values_are_counted_by_tensor_and_replaced() -> None:
         "inputs: 1 NaN of 16 values",
         "output[0]: 2 NaN and 2 Inf of 16 values",
     ]
-    largest = safe_inference(Broken(), x).output[0][1, 1]
-    assert largest == torch.finfo(torch.float32).max
+    assert safe_inference(Broken(), x).output[0][1, 1] == torch.finfo(torch.float32).max
     kept = safe_inference(Broken(), x, sanitise=False)
     assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
 

@@ -167,8 +167,7 @@ def test_other_errors_are_raised_and_classes_can_be_chosen() -> None:
     x = batch()[0]
     with pytest.raises(ValueError, match="wrong"):
         safe_inference(Failing(1, ValueError("wrong")), x, retries=5)
-    model = Failing(1, ValueError("wrong"))
-    assert safe_inference(model, x, retries=1, transient=(ValueError,)).ok
+    assert safe_inference(Failing(1, ValueError("wrong")), x, retries=1, transient=(ValueError,)).ok
     with pytest.raises(TimeoutError):
         safe_inference(Failing(1, TimeoutError()), x, retries=1, transient=(ValueError,))
 

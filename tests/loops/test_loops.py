@@ -133,8 +133,7 @@ def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
 
 def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: list[Batch]) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
-    bad = poisoned(batches[0])
-    assert not train_step(net, optimizer, bad, loss_of, guard=False).skipped
+    assert not train_step(net, optimizer, poisoned(batches[0]), loss_of, guard=False).skipped
     assert not next(net.parameters()).isfinite().all()
 
 
@@ -216,8 +215,7 @@ def test_steps_and_skipped_steps_are_counted(net: nn.Module, batches: list[Batch
         loop(batches[0])
         loop(poisoned(batches[1]))
         summary = loop.summary()
-    rows = {row.name: row for row in summary.techniques}
-    assert rows["fused_optimizer"].engaged
+    assert {row.name: row for row in summary.techniques}["fused_optimizer"].engaged
     assert (summary.steps, summary.skipped_steps) == (2, 1)
     assert sum(summary.throughput.split.values()) == pytest.approx(1.0)
 

@@ -134,8 +134,7 @@ def test_limits_apply_to_the_unscaled_numbers(net: nn.Module, batches: list[Batc
         for x, y in batches[:20]:
             assert not stability.step(net, loss_of(net(x), y), optimizer, scaler=scaler).skipped
         x, y = batches[20]
-        loss = loss_of(net(x), y).div(1e-4)
-        report = stability.step(net, loss, optimizer, scaler=scaler)
+        report = stability.step(net, loss_of(net(x), y).div(1e-4), optimizer, scaler=scaler)
     assert [fault.kind for fault in report.faults] == ["spike"]
     assert scaler.get_scale() == 2.0**16 * 2 ** (21 // 4)  # a spike is no overflow
 

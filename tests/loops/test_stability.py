@@ -62,8 +62,7 @@ def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
     net: nn.Module, batches: list[Batch], tmp_path: Path
 ) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
-    config = StabilityConfig(max_consecutive_skips=3)
-    with Stability(config, tmp_path) as stability:
+    with Stability(StabilityConfig(max_consecutive_skips=3), tmp_path) as stability:
         loop(net, optimizer, batches[:2], stability)
         before = state(net, optimizer)
         with pytest.raises(GaveUp, match="step 6: the loss was nan, 4 bad") as caught:

@@ -88,8 +88,7 @@ def test_headings_and_names_of_folders_are_shown_as_text(
     name = f"val/{HOSTILE}"
     outer = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
     for number in range(2):
-        place = outer / f"{number}\x1b[31m"
-        run(place, [f"seed={number}"], metrics={name: 0.9}, monitor=name)
+        run(outer / f"{number}\x1b[31m", [f"seed={number}"], metrics={name: 0.9}, monitor=name)
     assert main([str(outer)]) == 0
     shown = printed(capsys)
     assert "val/evil\\x1b[2J" in shown and "comparison evil\\x1b[2J" in shown

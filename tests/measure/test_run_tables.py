@@ -85,8 +85,7 @@ def test_parquet_has_types_and_several_runs_are_told_apart(
     assert [str(field.type) for field in table.schema] == [
         *("string", "int64", "string", "double", "int64"),
     ]
-    losses = table.column("loss").to_pylist()
-    assert losses == [*LOSSES, -math.inf, None, 2.0]
+    assert table.column("loss").to_pylist() == [*LOSSES, -math.inf, None, 2.0]
     assert table.column("run").to_pylist() == ["outputs/run"] * 5 + ["outputs/sweep/0"]
 
 
@@ -110,6 +109,7 @@ def test_a_link_is_refused(run: Path, tmp_path: Path, where: str) -> None:
         ["{run}/debug", "--tables", "csv"],
         ["{run}", "--tables", "csv", "--tensorboard"],
         ["{run}", "--plots", "--tensorboard"],
+        ["{run}", "--plots", "--out", "elsewhere"],
     ],
 )
 def test_bad_arguments_end_with_2(run: Path, arguments: list[str]) -> None:

@@ -119,14 +119,12 @@ def test_runs_with_the_same_computation_get_no_speed_verdict(
 def test_the_command_that_compares_speeds_composes_its_arms(
     jobs: list[list[str]], arms: list[str], tmp_path: Path
 ) -> None:
-    command = compare_folders([planted(tmp_path, jobs)]).speed_command
-    words = shlex.split(command)
+    words = shlex.split(compare_folders([planted(tmp_path, jobs)]).speed_command)
     assert words[:3] == ["python", "-m", "runner"] and "job=benchmark" in words
     shared_keys = {word.partition("=")[0] for word in words[3:]}
     assert not shared_keys & {"optimization", "debug", "optimizer.lr", "model.width"}
     assert not [word for word in words[3:] if word[0] in "+~"]
-    settings = compose(words[3:]).benchmark
-    made = compose_arms(settings, words[3:])
+    made = compose_arms(compose(words[3:]).benchmark, words[3:])
     assert [arm.name for arm in made] == arms
     assert len({arm.config.seed for arm in made}) == 1
 
@@ -155,8 +153,7 @@ def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(
 ) -> None:
     jobs = [[f"optimization={x}", f"seed={n}"] for x in ("none", "basic") for n in range(2)]
     folder = planted(tmp_path, jobs)
-    planned = measured(reference(), arm("basic", 1.5, parity=None), load=Load(0.03))
-    planned.write(folder / FOLDER)
+    measured(reference(), arm("basic", 1.5, parity=None), load=Load(0.03)).write(folder / FOLDER)
     comparison = compare_folders([folder])
     assert [row.speedup for row in comparison.rows] == pytest.approx([1, 1, 1.5, 1.5])
     ends = [1.5 * math.exp(-0.02), 1.5 * math.exp(0.02)]

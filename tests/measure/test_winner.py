@@ -134,8 +134,7 @@ def test_commands_have_the_folders_of_options_and_the_trust_that_were_typed(tmp_
     typed = ["security.trusted=[mine]", "model._target_=mine.Net"]
     command = "python -P -m runner '--config-dir=/my confs' --config-name=top"
     for number, best in enumerate((0.5, 0.9)):
-        overrides = [*typed, f"seed={number}"]
-        folder = run(tmp_path / str(number), overrides, best=best, command=command)
+        folder = run(tmp_path / str(number), [*typed, f"seed={number}"], best=best, command=command)
         (folder / "checkpoints").mkdir()
     commands = [shlex.split(text) for _, text in [*winner_commands(compare(tmp_path))][1:]]
     assert len(commands) == 4

@@ -63,23 +63,26 @@ def test_a_new_run_in_a_folder_with_a_record_is_refused_before_anything_is_writt
     assert content(run) == before
 
 
+HERE, CONTINUED = f"hydra.run.dir={RUN}", f"checkpoint.resume={RUN}"
+
+
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "says"),
     [
-        ["job=evaluate", f"checkpoint.resume={RUN}"],
-        ["job=predict", f"checkpoint.resume={RUN}"],
-        ["job=doctor"],
-        ["job=benchmark"],
-        ["job=evaluate", f"checkpoint.resume={RUN}/checkpoints/step_00000012"],
+        *((f"{job} {HERE}", f"{RUN} has the checkpoints of another run") for job in (
+            f"job=evaluate {CONTINUED}", f"job=predict {CONTINUED}", "job=doctor", "job=benchmark",
+            f"job=evaluate {CONTINUED}/checkpoints/step_00000012",
+        )),
+        (f"-m seed=0,1 hydra.sweep.dir={RUN}", "use another hydra.sweep.dir"),
+        (f"{CONTINUED} hydra.run.dir={OTHER}", f"continue that run: checkpoint.resume={OTHER}$"),
     ],
-    ids=" ".join,
-)
-def test_another_job_in_the_folder_of_a_run_is_refused(typed: list[str]) -> None:
-    run = make_run()
-    before = content(run)
-    with pytest.raises(UsageError, match=f"{RUN} has the checkpoints of another run"):
-        ask(*typed, f"hydra.run.dir={RUN}")
-    assert content(run) == before
+)  # fmt: skip
+def test_another_job_in_the_folder_of_a_run_is_refused(typed: str, says: str) -> None:
+    runs = make_run(), make_run(OTHER)
+    before = [content(run) for run in runs]
+    with pytest.raises(UsageError, match=says):
+        ask(*typed.split())
+    assert [content(run) for run in runs] == before
 
 
 def test_a_resume_of_one_run_in_the_folder_of_another_is_refused() -> None:
@@ -135,8 +138,7 @@ def test_checkpoints_are_moved_aside_with_the_record_where_the_weights_are_lost(
 ) -> None:
     run = make_run()
     Summary("failed", reason, ended_by).write(run)
-    plan = JobPlan(Job(0, [], "0"), trains=True)
-    assert can_continue(plan, run) is not moved
+    assert can_continue(JobPlan(Job(0, [], "0"), trains=True), run) is not moved
     archive_record(run)
     assert (run / "checkpoints").exists() is not moved
     assert (run / ARCHIVE / "run-1" / "checkpoints").exists() is moved
@@ -170,17 +172,3 @@ def test_a_rank_that_torchrun_has_restarted_is_not_refused(monkeypatch: pytest.M
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setenv("RANK", "1")  # rank 0 may have begun
     assert ask(*typed).config is not None
-
-
-def test_a_sweep_in_the_folder_of_a_run_is_refused() -> None:
-    make_run()
-    with pytest.raises(UsageError, match="use another hydra.sweep.dir"):
-        ask("-m", "seed=0,1", f"hydra.sweep.dir={RUN}")
-
-
-def test_a_second_start_of_a_continuation_names_the_command_that_continues_it() -> None:
-    make_run()
-    make_run(OTHER)
-    typed = f"checkpoint.resume={RUN}", f"hydra.run.dir={OTHER}"
-    with pytest.raises(UsageError, match=f"or continue that run: checkpoint.resume={OTHER}$"):
-        ask(*typed)

@@ -123,8 +123,7 @@ def test_shards_that_do_not_fit_each_other_are_no_checkpoint(
     rows = load_file(folder / SHARDS[1])
     wide = {name: torch.zeros(1, 5) for name in rows}
     more = {**rows, "model.other": torch.zeros(1, 4)}
-    odd = {**rows, "optimizer.7.exp_avg": torch.zeros(1, 4)}
-    for content in (wide, more, odd):
+    for content in (wide, more, {**rows, "optimizer.7.exp_avg": torch.zeros(1, 4)}):
         save_file(content, tmp_path / "forged")
         forge_file(folder, SHARDS[1], (tmp_path / "forged").read_bytes())
         found = restored(tmp_path)
@@ -152,8 +151,7 @@ def test_without_the_part_of_a_process_that_is_lost_there_is_no_checkpoint(
     first.world.lost = True
     first.checkpointer.wait()
     assert first.checkpointer.faults == {"checkpoint": 1}
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"step_00000001", "last"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_00000001", "last"}
     assert restored(tmp_path).step == 1
 
 

@@ -57,8 +57,7 @@ def test_a_run_continues_when_no_file_can_be_opened(
     assert len(runs.rows(tmp_path, "train")) == 6
     assert summary.faults["monitoring"] > 2
     said = [r.message for r in caplog.records if r.message.endswith("; the run continues")]
-    names = sorted(text.split(": ")[1] for text in said)
-    assert names == ["Recording", "Resources"]  # each once
+    assert sorted(text.split(": ")[1] for text in said) == ["Recording", "Resources"]  # each once
     assert all("Too many open files" in text for text in said)
 
 
@@ -149,8 +148,7 @@ def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path
 
 
 def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:
-    low = [*QUICK, "stability.watch.stop_above=1e-9"]
-    with runs.opened(*low, folder=tmp_path) as run:
+    with runs.opened(*QUICK, "stability.watch.stop_above=1e-9", folder=tmp_path) as run:
         summary = train(run)
     held = summary.memory.peak_process_bytes / run.device.memory_bytes
     if held < 0.09:  # of a large machine this small process is no part that would help
@@ -167,8 +165,7 @@ def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> Non
     assert ended["faults"]["leak"] == 1 and ended["status"] == "done"
     (leak,) = runs.faults(tmp_path, "leak")
     assert leak["steps"][0] <= 500 and "debug=memory" in leak["action"]
-    slope = float(leak["message"].partition("grows by ")[2].partition(" KB a step")[0])
-    assert 40 < slope < 65
+    assert 40 < float(leak["message"].partition("grows by ")[2].partition(" KB a step")[0]) < 65
 
 
 class Hoarding:

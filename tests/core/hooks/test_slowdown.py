@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,31 +96,28 @@ def grows(slow_steps: int) -> list[float]:
     return [FAST] * before + [SLOW] * slow_steps + [FAST] * (STEPS - before - slow_steps)
 
 
-def test_one_slow_stretch_is_no_slowdown_and_two_in_a_row_are() -> None:
-    assert planted(grows(100), WatchConfig()) == {}
-    (message,) = planted(grows(300), WatchConfig()).values()
-    assert message.startswith("a step takes 20 ms, 10 ms in steps ")
-    assert message.endswith("; backward grew most, from 0 ms to 10 ms")
+INSPECTED = [-seconds if seconds == SLOW else seconds for seconds in grows(400)]
+CHEAP = [seconds / 1000 for seconds in grows(400)]
+SLOWER = r"a step takes 20 ms, 10 ms in steps .*; backward grew most, from 0 ms to 10 ms$"
+PLANTED: dict[str, tuple[list[float], dict[str, Any], str, str]] = {
+    "one stretch": (grows(100), {}, "backward", ""),
+    "two in a row": (grows(300), {}, "backward", SLOWER),
+    "below the limit": (grows(400), {"slower": 2.1}, "backward", ""),
+    "above the limit": (grows(400), {"slower": 1.9}, "backward", SLOWER),
+    "no limit": (grows(400), {"slower": None}, "backward", ""),
+    "inspected by a debug tool": (INSPECTED, {}, "backward", ""),
+    "data": (grows(400), {}, "data", "50% of a step waits for data, 0% in steps "),
+    "processes": (grows(400), {}, "waiting", "50% of a step waits for other processes, 0% in "),
+    "data that cost no time": (CHEAP, {}, "data", ""),
+}
 
 
-def test_the_limit_is_that_of_the_config_and_null_reports_nothing() -> None:
-    assert planted(grows(400), WatchConfig(slower=2.1)) == {}
-    assert planted(grows(400), WatchConfig(slower=None)) == {}
-    assert "slower" in planted(grows(400), WatchConfig(slower=1.9))
-
-
-def test_steps_that_a_debug_tool_inspected_do_not_count() -> None:
-    slow = [-seconds if seconds == SLOW else seconds for seconds in grows(400)]
-    assert planted(slow, WatchConfig()) == {}
-
-
-def test_waiting_for_data_or_other_processes_is_reported_by_its_share() -> None:
-    found = planted(grows(400), WatchConfig(), phase="data")
-    assert found["waiting_more"].startswith("50% of a step waits for data, 0% in steps ")
-    found = planted(grows(400), WatchConfig(), phase="waiting")
-    assert found["waiting_more"].startswith("50% of a step waits for other processes, 0% in ")
-    short = [seconds / 1000 for seconds in grows(400)]  # which costs no time
-    assert planted(short, WatchConfig(), phase="data") == {}
+@pytest.mark.parametrize("case", PLANTED)
+def test_two_slow_stretches_in_a_row_above_the_limit_are_reported_with_what_grew(case: str) -> None:
+    durations, limits, phase, says = PLANTED[case]
+    found = planted(durations, WatchConfig(**limits), phase)
+    assert [*found] == (["slower" if phase == "backward" else "waiting_more"] if says else [])
+    assert all(re.match(says, message) for message in found.values())
 
 
 @pytest.mark.parametrize("others", [0.95], indirect=True)

@@ -202,8 +202,7 @@ def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_
 
 def test_public_names_and_nothing_else_are_listed() -> None:
     assert dir(runner) == sorted(runner.__all__)
-    text = pydoc.plain(pydoc.render_doc(runner))
-    _, _, documented = text.partition("\nCLASSES\n")
+    _, _, documented = pydoc.plain(pydoc.render_doc(runner)).partition("\nCLASSES\n")
     classes = re.findall(r"^    class (\w+)", documented, re.M)
     others = re.findall(r"^    (\w+)(?:\(| = )", documented.partition("\nFUNCTIONS\n")[2], re.M)
     listed = {*classes, *others} - {"__all__"}
@@ -223,8 +222,7 @@ def test_a_type_checker_knows_the_public_names_and_refuses_others(tmp_path: Path
     ]
     (tmp_path / "user.py").write_text("\n".join(lines))
     done = runs.python("-m", "mypy", "--no-error-summary", str(tmp_path / "user.py"))
-    told = [line.partition("user.py:")[2] for line in done.stdout.splitlines()]
-    assert told == [
+    assert [line.partition("user.py:")[2] for line in done.stdout.splitlines()] == [
         '4: error: Module has no attribute "nonsense"  [attr-defined]',
         '5: error: Module "runner" has no attribute "misspelt"  [attr-defined]',
         '6: error: Argument 1 to "train" has incompatible type "int"; expected "Run"  [arg-type]',
@@ -247,8 +245,7 @@ def test_a_run_whose_block_has_ended_is_not_trained() -> None:
     ],
 )
 def test_an_option_of_a_wrong_type_is_named(typed: list[str], key: str) -> None:
-    says = rf"^optimizer.options.{key}: is not for \w+: .*'str'"
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=rf"^optimizer.options.{key}: is not for \w+: .*'str'"):
         build(compose([*TYPED, *typed]))
 
 
@@ -279,18 +276,13 @@ def test_progress_is_lines_in_a_program_and_one_line_in_a_notebook(
 def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained: Path) -> None:
     summary = runner.Summary.read(trained)
     assert "val/accuracy" in summary._repr_html_() and "<pre" in summary._repr_html_()
-    config = compose([*TYPED, "checkpoint.resume=auto"])
-    with build(config, trained) as run:
+    with build(compose([*TYPED, "checkpoint.resume=auto"]), trained) as run:
         curves = run._repr_html_()
         assert curves is not None and curves.startswith("<svg")
-    shown = compare(trained)._repr_html_()
+    shown, text = compare(trained)._repr_html_(), str(compare(trained))
     assert "mine" in shown and "val/accuracy" in shown
-    assert not (trained / "comparison.html").exists()
-
-
-def test_a_printed_comparison_is_its_table_and_errors_are_caught_by_name(trained: Path) -> None:
-    text = str(compare(trained))
     assert "val/accuracy (best)" in text and max(map(len, text.splitlines())) < 400
+    assert not (trained / "comparison.html").exists()
     with pytest.raises(runner.errors.RunnerError):
         compare(trained / "none")
 
@@ -311,6 +303,7 @@ def test_what_cannot_be_a_folder_is_refused_by_name(tmp_path: Path, call: str, f
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
+        *((lambda _, wrong=wrong: compare(wrong), "compare: takes") for wrong in (3, [3], [])),
         (lambda folder: load(None), "load: run must be"),  # type: ignore[arg-type]
         (lambda folder: load(folder, trusted="abc"), "load: trusted must be a list"),
         (lambda folder: load(folder, trusted=3), "load: trusted must be a list"),  # type: ignore[arg-type]
@@ -345,12 +338,6 @@ def test_objects_that_a_run_cannot_use_are_refused_by_name(
         build(compose([*TYPED]), **given)
 
 
-@pytest.mark.parametrize("folders", [3, [3], []])
-def test_what_is_no_folder_cannot_be_compared(folders: Any) -> None:
-    with pytest.raises(UsageError, match="compare: takes"):
-        compare(folders)
-
-
 def test_texts_one_row_and_tables_of_others_are_predicted_as_the_same_rows(tmp_path: Path) -> None:
     rows = "\n".join(f"{n},{n % 7},{'yes' if n % 2 else 'no'}" for n in range(80))
     (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}\n")
@@ -360,8 +347,7 @@ def test_texts_one_row_and_tables_of_others_are_predicted_as_the_same_rows(tmp_p
     with load(tmp_path / "run") as model:
         expected = model.predict([{"a": 3, "b": 4}])
         assert model.predict({"a": 3, "b": 4})["probability yes"] == expected["probability yes"]
-        pandas = pytest.importorskip("pandas")
-        table = pandas.DataFrame({"a": [3, 5], "b": [4, 5]})
+        table = pytest.importorskip("pandas").DataFrame({"a": [3, 5], "b": [4, 5]})
         both = model.predict(table)["probability yes"]
         assert len(both) == 2
         numpy.testing.assert_allclose(both[:1], expected["probability yes"], rtol=1e-5)

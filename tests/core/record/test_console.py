@@ -98,8 +98,7 @@ def test_no_other_set_up_of_logs_keeps_ours_quiet(
             logging.getLogger(name).setLevel(level)
         for name in root.manager.loggerDict:  # torch's, too
             logging.getLogger(name).disabled = False
-    said = capsys.readouterr().err
-    for text in (said, (tmp_path / "run.log").read_text()):
+    for text in (capsys.readouterr().err, (tmp_path / "run.log").read_text()):
         assert all(f"from {name}" in text for name in SILENCED) and "at work" in text
 
 

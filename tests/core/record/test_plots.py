@@ -21,5 +21,4 @@ def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
     names = [f"blocks.{i}.attention.mixing_of_heads.$x^" for i in range(5)]
     picture = plots.gradient_flow(names, values, values, [BLUE] * 3 + [RED] * 2, {"fine": BLUE}, 7)
     assert has(picture, BLUE) and has(picture, RED) and has(picture, GREEN)
-    nothing = plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1)
-    assert nothing.shape[1] == WIDTH
+    assert plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1).shape[1] == WIDTH

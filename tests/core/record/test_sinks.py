@@ -136,8 +136,7 @@ def test_a_class_of_the_users_gets_every_row_the_report_and_the_end(tmp_path: Pa
 
 def mirror(recorder: Recorder, sink: Sink, folder: Path, timeout_s: float) -> SinkWriter:
     writer = SinkWriter(sink, timeout_s)
-    run = RunDescription("mine", "now", folder, {"optimizer.lr": 0.1})
-    writer.start(run, recorder.position())
+    writer.start(RunDescription("mine", "now", folder, {"optimizer.lr": 0.1}), recorder.position())
     recorder.sink_writers.append(writer)
     return writer
 

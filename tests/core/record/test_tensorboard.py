@@ -28,8 +28,7 @@ def opened(folder: Path, start_step: int = 0) -> Recorder:
 
 
 def read(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
-    return accumulator.Reload()
+    return EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
 
 
 def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:

@@ -166,8 +166,7 @@ def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
 
 
 def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "debug.anomaly.every=2"]
-    summary = trained(overrides, tmp_path, Net(Root(), bad=(3, 4)))
+    summary = trained([*ANOMALY, "debug.anomaly.every=2"], tmp_path, Net(Root(), bad=(3, 4)))
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in runs.faults(tmp_path, "anomaly")] == [[4]]
     assert runs.finding(summary, "anomaly").endswith("every 2 steps")
@@ -186,8 +185,7 @@ def test_another_error_stays_what_it_is() -> None:
 def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    poisoned = [*ANOMALY[1:], *runs.NOISY, "+data.poison=[7]", "data.workers=0"]
-    summary = trained(poisoned, tmp_path)
+    summary = trained([*ANOMALY[1:], *runs.NOISY, "+data.poison=[7]", "data.workers=0"], tmp_path)
     assert summary.status == "done"
     (fault,) = runs.faults(tmp_path, "anomaly")
     assert fault["message"] == "the input is not finite: 1 of 32 samples"

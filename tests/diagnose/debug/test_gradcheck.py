@@ -173,8 +173,7 @@ def test_what_cannot_be_checked_says_why() -> None:
 
 
 def halved(output: Tensor, target: Tensor) -> Tensor:
-    one_hot = nn.functional.one_hot(target, 10).to(output.dtype)
-    error = output - one_hot
+    error = output - nn.functional.one_hot(target, 10).to(output.dtype)
     return (error * error.detach()).mean()
 
 

@@ -170,10 +170,8 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(
     assert len(runs.faults(tmp_path, "dead_units")) == 1
     (line,) = [r.getMessage() for r in caplog.records if "left_out" in r.getMessage()]
     assert "no gradient in any of 3 checks: left_out.weight and left_out.bias" in line
-    last = {"step": 12, "layer": "layers.1", "dead": 20, "units": 32}
-    assert rows(tmp_path, "units")[-1] == last
-    picture = (tmp_path / "debug" / "plots" / "gradient_flow.png").read_bytes()
-    assert picture.startswith(b"\x89PNG")
+    assert rows(tmp_path, "units")[-1] == {"step": 12, "layer": "layers.1", "dead": 20, "units": 32}
+    assert (tmp_path / "debug" / "plots" / "gradient_flow.png").read_bytes().startswith(b"\x89PNG")
     tags = EventAccumulator(str(tmp_path)).Reload().Tags()
     assert "watch_gradients/flow" in {*tags["images"], *tags["tensors"]}
     for chart in ("norm/layers.1.weight", "update_ratio/layers.1.weight", "dead_units/layers.1"):
@@ -266,8 +264,7 @@ def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path: Pa
     trained([*LOOKING, "model=mlp", "debug.max_iterations=7"], tmp_path / "rests")
     assert {row["step"] for row in rows(tmp_path / "rests")} == {2, 4, 6}
     (tmp_path / "debug").write_text("in the way")
-    summary = trained([*LOOKING, "model=mlp", "training.steps=4"], tmp_path)
-    assert summary.status == "done"
+    assert trained([*LOOKING, "model=mlp", "training.steps=4"], tmp_path).status == "done"
 
 
 # -- units -----------------------------------------------------------------------------------------

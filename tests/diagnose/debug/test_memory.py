@@ -130,8 +130,7 @@ def test_a_leak_is_named_by_the_tensors_that_became_more(
     with runs.opened(*MLP, *LOOK, "training.steps=600", folder=tmp_path) as run:
         run.hooks.append(Hoard(mapped, 400_000))
         summary = train(run)
-    leak = runs.faults(tmp_path, "leak")[0]
-    assert "more tensors [100000] float32 on cpu" in leak["action"]
+    assert "more tensors [100000] float32 on cpu" in runs.faults(tmp_path, "leak")[0]["action"]
     assert runs.debug_file(tmp_path, "memory")["grown"][0]["bytes"] > 50e6
     assert runs.finding(summary, "memory").startswith("leak: the process grows by ")
     assert " KB a step; " in runs.finding(summary, "memory")

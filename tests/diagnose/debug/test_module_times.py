@@ -148,8 +148,7 @@ def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight() -> None:
 
 @pytest.mark.parametrize("stacks", ["false", "true"])
 def test_a_stall_in_python_is_named_by_its_module(stacks: str) -> None:
-    more = f"debug.profile.stacks={stacks}"
-    tool, _, _ = profiled(SHORT, more, model=Net(Dawdling(), nn.ReLU()))
+    tool, _, _ = profiled(SHORT, f"debug.profile.stacks={stacks}", model=Net(Dawdling(), nn.ReLU()))
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
     assert tool.measurements.step_ms > 2 * tool.measurements.operators_ms
@@ -218,8 +217,7 @@ def test_the_backward_of_a_scripted_module_is_its_own() -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_profile_model_has_the_time_by_module(backward: bool) -> None:
     profile = profile_model(Net(Nested()), torch.randn(4, 30), runs=2, backward=backward)
-    rows = {row.module: row for row in profile.modules}
-    timed = rows["body.0.timed"]
+    timed = {row.module: row for row in profile.modules}["body.0.timed"]
     assert timed.calls == 2 and timed.forward_ms >= 2 * FORWARD_MS
     assert timed.backward_ms >= 2 * BACKWARD_MS if backward else timed.backward_ms == 0
     assert timed.share > 0.5 and profile.modules[0] is timed

@@ -255,8 +255,7 @@ OTHERS = [
 
 
 def test_launches_python_functions_and_the_profilers_own_rows_are_no_operators() -> None:
-    known = [key for key in OPERATORS + OTHERS if is_operator(profiler_row(key))]
-    assert known == OPERATORS
+    assert [key for key in OPERATORS + OTHERS if is_operator(profiler_row(key))] == OPERATORS
     assert not is_operator(profiler_row("ampere_sgemm_128x64", kind=DeviceType.CUDA))
     assert not is_operator(profiler_row("my section", is_range=True))
     assert operator_name("## Call CompiledFxGraph fhr6rbnwwefn7wij ##") == "compiled graph fhr6rbnw"

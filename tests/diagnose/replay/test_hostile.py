@@ -92,13 +92,10 @@ def test_a_mapping_that_is_an_argument_may_have_any_keys(capture: Path) -> None:
 
 
 def test_text_of_a_capture_is_a_string_in_the_script(capture: Path, tmp_path: Path) -> None:
-    hostile = ['"""\n' + CODE, "'); " + CODE + "#", "{0}{finding}\\"]
-    for text in hostile:
-        path = write_script(tmp_path, capture / text, text, [text], [text])
-        tree = ast.parse(path.read_text())
+    for text in ['"""\n' + CODE, "'); " + CODE + "#", "{0}{finding}\\"]:
+        tree = ast.parse(write_script(tmp_path, capture / text, text, [text], [text]).read_text())
         calls = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
-        ours = {"open_capture", "reopen_run", "make_attempt"}
-        assert calls == ours | {
+        assert calls == {"open_capture", "reopen_run", "make_attempt"} | {
             *("sys.exit", "Path", "len", "print", "os.chdir", "Path(sys.argv[1]).absolute")
         }
         assert text in {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}

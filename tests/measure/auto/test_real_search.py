@@ -94,8 +94,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is
     assert choice.value == "system fused_optimizer"
     assert "budget_s=180 (from 360 s): only free techniques are enabled" in choice.reason
     assert not own_cache.exists()
-    asked = {row.name for row in summary.techniques if row.requested}
-    assert asked == set(choice.value.split())
+    assert {row.name for row in summary.techniques if row.requested} == set(choice.value.split())
     assert (tmp_path / YAML_FILE).is_file()
     more = ["optimization=auto", "training.steps=40", "checkpoint.resume=auto"]
     second = train(compose(more), tmp_path)

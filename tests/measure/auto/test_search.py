@@ -143,8 +143,7 @@ def test_a_candidate_that_is_not_known_to_be_right_is_never_chosen(verdict: Pari
 
 @pytest.mark.parametrize(("seed", "noise"), [(0, 0.02), (1, 0.1)])
 def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> None:
-    setups = dict.fromkeys(NAMES, 3.0)
-    result = searched(world({}, setups=setups, noise=noise, seed=seed))
+    result = searched(world({}, setups=dict.fromkeys(NAMES, 3.0), noise=noise, seed=seed))
     assert result.chosen == NONE and "no candidate was faster than none" in result.reason
 
 

@@ -59,8 +59,7 @@ def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
     [("basic distributed=ddp", ()), ("basic", ("distributed=fsdp", "distributed.processes=2"))],
 )
 def test_a_distributed_arm_is_refused_by_name(typed: str, over: tuple[str, ...]) -> None:
-    message = r"(benchmark.arms|^distributed): .* single processes"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"(benchmark.arms|^distributed): .* single processes"):
         arms("none", typed, over=over)
 
 

@@ -34,8 +34,7 @@ def attributed(world: World, **how: Any) -> Attribution:
     settings = BenchmarkConfig(**{"attribute_budget_s": 300.0, "narrow": 0.01, **how})
     level = LEVELS["advanced"]
     summary = Simulation(world, [level]).finish(level.name).summary
-    options = world.options(settings)
-    return attribute(level, LEVELS["none"], options, summary, floor=0.025)
+    return attribute(level, LEVELS["none"], world.options(settings), summary, floor=0.025)
 
 
 def effect(attribution: Attribution, name: str) -> Effect:
@@ -136,8 +135,7 @@ def test_an_arm_has_the_knobs_of_the_level_and_nothing_else_of_it() -> None:
     amp = planned(level, LEVELS["none"], "amp")
     alone, without = amp.added, amp.removed
     assert alone.config.optimization.amp == level.config.optimization.amp
-    on = [name for name, t in alone.config.optimization.techniques() if t.enabled]
-    assert on == ["amp"]
+    assert [name for name, t in alone.config.optimization.techniques() if t.enabled] == ["amp"]
     assert not without.config.optimization.amp.enabled and level.config.optimization.amp.enabled
     others = replace(without.config.optimization, amp=level.config.optimization.amp)
     assert others.techniques() == level.config.optimization.techniques()

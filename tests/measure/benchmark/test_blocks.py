@@ -170,8 +170,7 @@ def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_
 def test_a_budget_that_must_not_be_overdrawn_ends_within_a_turn_and_with_whole_blocks(
     budget_s: float,
 ) -> None:
-    machine = Machine(Noise(), EFFECTS, 0)
-    measured = run(machine, StoppingRule(1e-9, budget_s, overdraws=False))
+    measured = run(Machine(Noise(), EFFECTS, 0), StoppingRule(1e-9, budget_s, overdraws=False))
     assert budget_s <= measured.seconds < budget_s + 0.6
     assert {len(turns) for turns in measured.turns.values()} == {measured.blocks}
     assert measured.stop_reason.startswith(f"the budget of {budget_s:g} s")

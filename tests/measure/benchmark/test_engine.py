@@ -100,8 +100,7 @@ def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated() -> No
 
 
 def test_a_control_that_differs_from_itself_raises_the_floor_and_is_a_note() -> None:
-    world = World({"fused_optimizer": 1.05}, factors={CONTROL: 1.2}, noise=0.005)
-    result = measured(world)
+    result = measured(World({"fused_optimizer": 1.05}, factors={CONTROL: 1.2}, noise=0.005))
     assert result.noise_floor is not None and result.noise_floor > 0.15
     assert result.arm("basic").claim == ""  # 5 % is less than what nothing at all comes to
     assert any("the reference against itself" in note for note in result.notes)

@@ -125,8 +125,7 @@ def test_however_many_looks_there_are_they_miss_at_most_once_in_twenty() -> None
     looks = [8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     spending = AlphaSpending()
     alphas = [spending.interim_alpha(n, 1 / 6 if n < looks[-1] else 1.0) for n in looks]
-    draw = np.random.default_rng(0)
-    tails = np.cumsum(draw.random((10_000, looks[-1])) < 0.5, axis=1)
+    tails = np.cumsum(np.random.default_rng(0).random((10_000, looks[-1])) < 0.5, axis=1)
     missed = np.zeros(len(tails), dtype=bool)
     for blocks, alpha in zip(looks, alphas, strict=True):
         rank = median_interval(range(blocks), alpha)[0] + 1
@@ -185,8 +184,7 @@ def test_a_claim_needs_the_interval_and_the_floor(
     ],
 )
 def test_equal_arms_are_not_claimed_to_differ(noise: Noise, processes: int, arms: int) -> None:
-    rule = StoppingRule(0.02, 60, processes=processes)
-    assert claimed(noise, rule, runs=80, arms=arms) <= 0.05
+    assert claimed(noise, StoppingRule(0.02, 60, processes=processes), runs=80, arms=arms) <= 0.05
 
 
 def test_10_percent_at_2_percent_noise_are_claimed() -> None:

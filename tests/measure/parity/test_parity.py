@@ -92,8 +92,7 @@ def test_complex_unused_or_moved_weights_give_no_false_alarm(model: nn.Module) -
 
 def test_an_update_is_measured_from_the_weights_that_the_forward_left() -> None:
     reference = ParityReference(runs.config(*TABLE), STEPS, Components(model=Teacher(True)))
-    frozen = "optimization.extra=[parity_mutants.Frozen]"
-    found = reference.judge(runs.config(*TABLE, frozen, *OWN))
+    found = reference.judge(runs.config(*TABLE, "optimization.extra=[parity_mutants.Frozen]", *OWN))
     row = next(row for row in found.rows if (row.kind, row.name) == ("update", "net.weight"))
     assert row.error == pytest.approx(1.0, abs=1e-3) and not row.within  # all of the update
 

@@ -121,8 +121,7 @@ def test_runs_that_are_right_pass(tmp_path: Path, overrides: tuple[str, ...]) ->
 
 
 def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference() -> None:
-    fused = {ValueKey(0, "optimizer", "state.0.step"): 0.0}
-    assert not list(compare_values({}, fused, {}))
+    assert not list(compare_values({}, {ValueKey(0, "optimizer", "state.0.step"): 0.0}, {}))
     (missing,) = compare_values({}, {ValueKey(4, "optimizer", "state.0.step"): 0.0}, {})
     assert not missing.distance <= missing.limit
 

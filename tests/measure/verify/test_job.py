@@ -65,8 +65,7 @@ def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
         "verify: the 8 steps without an interruption",
         "verify: the killed run, resumed from step 5",
     ]
-    out = " ".join(capsys.readouterr().out.split())
-    assert "it killed twice and resumed from 3 and 5" in out
+    assert "it killed twice and resumed from 3 and 5" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,7 @@ def test_a_process_takes_the_gpu_that_it_sees(
             detect_rank({**variables, "SLURM_PROCID": n, "SLURM_LOCALID": n, "RANK": n})
             for n in "0123"
         ]
-        chosen = [config_for_rank(config, place).device.index for place in ranks if place]
-        assert chosen == indices
+        assert [config_for_rank(config, place).device.index for place in ranks if place] == indices
     assert config_for_rank(compose(["device=cpu"]), rank(1)).device.index is None
     assert _process_name(config, rank(3)) == f"process 3 (cuda:{indices[3]})"
     assert _process_name(compose(["device=cpu"]), rank(3)) == "process 3"

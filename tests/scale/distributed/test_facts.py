@@ -130,8 +130,7 @@ def test_mfu_is_the_share_of_the_peaks_of_all(
     monkeypatch.setattr("runner.scale.distributed.process_stats.peak_flops", peak_flops)
     amp = ("optimization=amp", "optimization.amp.dtype=bf16")
     config = runs.config("data=digits", "distributed=ddp", "training.steps=4", *amp)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    with alone(config, tmp_path, model=model) as run:
+    with alone(config, tmp_path, model=nn.Sequential(nn.Flatten(), nn.Linear(64, 10))) as run:
         facts = train(run).distributed
     assert types == [torch.bfloat16]
     (rank,) = facts["ranks"]

@@ -247,8 +247,7 @@ def test_a_run_of_several_machines_of_an_earlier_version_is_resumed_without_them
     recorded.mkdir(parents=True)
     Path("outputs/x/checkpoints").mkdir()
     ours = [*SHORT, "distributed=ddp", "distributed.nodes=2", "search.storage=/elsewhere/a.db"]
-    text = json.dumps([*ours, "distributed.rendezvous=node1:1"])
-    (recorded / "overrides.yaml").write_text(text)
+    (recorded / "overrides.yaml").write_text(json.dumps([*ours, "distributed.rendezvous=node1:1"]))
     request = runs.checked("checkpoint.resume=outputs/x")
     assert request.config.distributed.kind.value == "ddp"
     assert request.config.search.storage is None
@@ -282,8 +281,7 @@ def test_processes_and_jobs_share_the_cores(by, variables, threads, monkeypatch)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     place = RankInfo(0, 2, 0, 2, "127.0.0.1", 1, True, by=by)
-    config = config_for_rank(compose(["device=cpu"]), place)
-    assert config.device.threads == threads
+    assert config_for_rank(compose(["device=cpu"]), place).device.threads == threads
     assert config_for_rank(compose(["device=cpu", "device.threads=5"]), place).device.threads == 5
     assert config_for_rank(compose(["device=cuda"]), place).device.threads == threads
 

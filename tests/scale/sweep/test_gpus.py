@@ -132,8 +132,7 @@ def test_each_job_sees_its_gpus_alone_and_its_row_names_them(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     environments, jobs = start_jobs(["2", "3"], 2, [1, 1, 0, 1], monkeypatch, tmp_path)
-    visible = [each["CUDA_VISIBLE_DEVICES"] for each in environments]
-    assert visible == ["2", "3", "2,3", "3"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["2", "3", "2,3", "3"]
     assert [job.device for job in jobs] == ["cuda:2", "cuda:3", "", "cuda:3"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and not caplog.records
 
@@ -178,6 +177,5 @@ def test_jobs_at_the_same_time_are_on_the_gpus_that_the_sweep_sees_and_rows_name
         assert [(place / str(n) / "visible").read_text() for n in range(number)] == visible
         names = [name if name in ("GPU-a", "GPU-b") else "" for name in visible]
         assert [job["device"] for job in read(place)["jobs"]] == names
-        rows = read(place, "comparison.json")["rows"]
-        assert [row["device"] for row in rows] == names
+        assert [row["device"] for row in read(place, "comparison.json")["rows"]] == names
         assert "GPU-a" in (place / "comparison.md").read_text()

@@ -78,8 +78,7 @@ def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(
     assert [*arms] == ["none", "basic", "advanced"]
     # on a CPU without fast 16-bit products the last two engage the same, which is measured once
     for row in read(place, "comparison.json")["rows"]:
-        level = overrides_by_key(row["overrides"])["optimization"]
-        assert row["speedup"] == arms[level].speedup
+        assert row["speedup"] == arms[overrides_by_key(row["overrides"])["optimization"]].speedup
         assert 0 <= row["summary"]["throughput"]["other_cpu_share"] <= 1
     assert "of the CPUs" in done.stdout or arms["basic"].speedup_interval is None
     assert not [path for path in place.iterdir() if path.name.startswith(".runs")]

@@ -235,8 +235,7 @@ def test_the_page_of_a_search_shows_best_command_and_trials(
     mixed: tuple[Path, Any],
 ) -> None:
     place = only(mixed[0])
-    text = (place / "comparison.html").read_text()
-    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    headings = re.findall(r"<h2>(.*?)</h2>", (place / "comparison.html").read_text())
     wanted = ["The best trial", "What failed", "Trials"]
     assert [heading for heading in headings if heading in wanted] == wanted
     assert "Speed" not in headings and "Memory against speed" not in headings
@@ -250,8 +249,7 @@ def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
 ) -> None:
     folder, _ = mixed
     before = read(only(folder), "search.json")["trials"]
-    more = ["search.trials=50", "checkpoint.resume=auto"]
-    again = sweep(folder, *PLANTED, *KINDS, *more)
+    again = sweep(folder, *PLANTED, *KINDS, "search.trials=50", "checkpoint.resume=auto")
     assert "6 of 50 trials are done" in again.stderr and " started" not in again.stderr
     assert read(only(folder), "search.json")["trials"] == before
 
