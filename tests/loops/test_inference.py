@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from runner import check_model, optimize, safe_inference
 from runner.core.errors import OutOfMemory, UsageError
-from tests import runs
 
 
 class Large(nn.Module):
@@ -136,37 +134,6 @@ def test_a_mistake_names_the_argument(net: nn.Module) -> None:
             safe_inference(*arguments, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="check_model: model must be a torch.nn.Module"):
         check_model(torch.relu)  # type: ignore[arg-type]
-
-
-# under a real limit, in a process of its own
-
-LIMITED = """
-import json, resource, sys, torch
-from torch import nn
-from runner import safe_inference
-from runner.core.device import memory
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(256, 8192), nn.ReLU(), nn.Linear(8192, 16), nn.Linear(16, 4))
-x = torch.randn(8192, 256)
-model(x[:64])  # threads and libraries are there before the limit
-whole = safe_inference(model, x)
-with open("/proc/self/statm") as file:
-    held = int(file.read().split()[0]) * memory.PAGE
-resource.setrlimit(resource.RLIMIT_AS, (held + (320 << 20), resource.RLIM_INFINITY))
-results = [whole, safe_inference(model, x)]
-print(json.dumps([[r.ok, r.pieces, r.output.double().sum().item(), r.problems] for r in results]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
-def test_a_batch_larger_than_the_limit_is_answered_in_pieces() -> None:
-    done = runs.python("-c", LIMITED)
-    assert done.returncode == 0, done.stderr
-    whole, limited = json.loads(done.stdout.splitlines()[-1])
-    assert whole[:2] == [True, 1] and whole[3] == []
-    assert limited[0] and limited[1] > 1 and "out of memory with 8192 samples" in limited[3][0]
-    assert limited[2] == pytest.approx(whole[2], rel=1e-5)
 
 
 # -- the model itself ------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -64,15 +63,12 @@ def test_two_arms_are_measured_on_real_steps_and_the_third_is_a_failure_with_its
     assert (none.parity, basic.parity) == ("exact", "explained by precision")
     assert result.control is not None
     assert (result.machine["device"], result.machine["threads"]) == ("cpu", 1)
-
-
-def test_the_folder_holds_every_file_and_every_arms_run(measured: Path) -> None:
     files = {path.name for path in measured.iterdir()}
     pages = {"comparison.json", "comparison.md", "comparison.html"}
     assert {FILE, *pages, "run.log", "none", "basic"} <= files
     assert "summary.json" not in files  # it is no run
     assert (measured / "basic" / "summary.json").is_file()
-    rows = json.loads((measured / "comparison.json").read_text())["rows"]
+    rows = runs.read(measured, "comparison.json")["rows"]
     assert [row["status"] for row in rows] == ["done", "done", "failed"]
 
 
