@@ -44,6 +44,12 @@ class Computed(nn.Module):
         return self.compute(self, *inputs)
 
 
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """An autograd function of these two, applied."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Planted", (torch.autograd.Function,), parts).apply
+
+
 class Noisy:
     """Two classes that can be told apart, with noise from every global generator.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from runner import safe_inference, validate_inputs
 from runner.core.errors import UsageError
+from tests.my_package import Computed
 
 
 def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
@@ -172,23 +173,18 @@ def test_other_errors_are_raised_and_classes_can_be_chosen() -> None:
         safe_inference(Failing(1, TimeoutError()), x, retries=1, transient=(ValueError,))
 
 
-class Same(nn.Module):
-    def __init__(self, noise: float = 0.0) -> None:
-        super().__init__()
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": 100 + self.noise * x, "scale": torch.ones(2)}
+def same(noise: float = 0.0) -> nn.Module:
+    return Computed(lambda _, x: {"logits": 100 + noise * x, "scale": torch.ones(2)})
 
 
 def test_an_output_that_is_the_same_for_all_samples_is_a_problem() -> None:
     x = batch()[0]
-    result = safe_inference(Same(), x)
+    result = safe_inference(same(), x)
     assert not result.ok and result.problems == ["output: the same for all 8 samples"]
     assert torch.equal(result.output["logits"], torch.full((8, 4), 100.0))
-    assert not safe_inference(Same(5e-5), x).ok  # at most 1e-6 of 100
-    assert safe_inference(Same(1e-2), x).ok
-    assert safe_inference(Same(), x[:1]).ok
+    assert not safe_inference(same(5e-5), x).ok  # at most 1e-6 of 100
+    assert safe_inference(same(1e-2), x).ok
+    assert safe_inference(same(), x[:1]).ok
 
 
 def test_a_batch_of_another_form_than_the_earlier_one_is_a_problem() -> None:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from runner.core.objectives.custom import CustomObjective
 from runner.core.record.summary import Summary
 from runner.diagnose.debug.anomaly import AnomalyTool
 from tests import runs
-from tests.my_package import Computed
+from tests.my_package import Computed, differentiable
 
 DIGITS = "data=digits training.batch_size=32 training.steps=8 training.validate_every=100".split()
 ANOMALY = [*DIGITS, "debug=anomaly"]
@@ -99,21 +98,16 @@ def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
     assert not torch.is_anomaly_enabled()
 
 
+OVERFLOWS = differentiable(
+    lambda ctx, x: torch.full_like(x, torch.inf), lambda ctx, gradient: torch.zeros_like(gradient)
+)
+
+
 class Huge(nn.Module):
     """Inf, whose gradient is Inf too and no NaN."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if x.any() else Overflowing.apply(x)  # type: ignore[no-any-return]
-
-
-class Overflowing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.full_like(x, torch.inf)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.zeros_like(gradient)
+        return x if x.any() else OVERFLOWS(x)
 
 
 class Replaced(Net):

@@ -7,7 +7,6 @@ import json
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,42 +21,34 @@ from runner.diagnose.debug.profile import ProfileTool
 from runner.diagnose.debugging import Debugger
 from tests import runs
 from tests.diagnose.debug.test_profile import profiled
+from tests.my_package import Computed, differentiable
 
 FORWARD_MS, BACKWARD_MS = 20.0, 45.0  # more than other programs take from the rest of a step
 SHORT = "training.steps=10"
 
 
-class Sleep(torch.autograd.Function):
-    """The identity; an operator that takes known times in forward and in backward."""
+def timed() -> nn.Module:
+    """Takes known times in an operator, in forward and in backward."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(FORWARD_MS / 1e3)
+    def wait(ms: float, x: Tensor) -> Tensor:
+        time.sleep(ms / 1e3)
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(BACKWARD_MS / 1e3)
-        return grad
+    operator = differentiable(
+        lambda ctx, x: wait(FORWARD_MS, x), lambda ctx, gradient: wait(BACKWARD_MS, gradient)
+    )
+    return Computed(lambda _, x: operator(x))
 
 
-class Timed(nn.Module):
-    """Spends its time in that operator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class Nested(nn.Module):
+def nested() -> nn.Module:
     """Has a module that is called twice, by two names."""
+    part, layer = timed(), nn.Linear(30, 30)
+    return Computed(lambda m, x: m.alias(m.timed(m.layer(x))), layer=layer, timed=part, alias=part)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(30, 30)
-        self.timed = self.alias = Timed()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.alias(self.timed(self.layer(x)))
+def dawdling() -> nn.Module:
+    """Only Python, for 100 ms."""
+    return Computed(lambda _, x: time.sleep(0.1) or x)
 
 
 class Recomputed(nn.Module):
@@ -65,7 +56,7 @@ class Recomputed(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.layer, self.timed, self.reentrant = nn.Linear(30, 30), Timed(), reentrant
+        self.layer, self.timed, self.reentrant = nn.Linear(30, 30), timed(), reentrant
         self.head = nn.Linear(30, 2)
 
     def _block(self, x: Tensor) -> Tensor:
@@ -76,14 +67,6 @@ class Recomputed(nn.Module):
         if not torch.is_grad_enabled():
             return self.head(self._block(x))
         return self.head(checkpoint(self._block, x, use_reentrant=self.reentrant))
-
-
-class Dawdling(nn.Module):
-    """Only Python, for 100 ms."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.1)
-        return x
 
 
 class Net(nn.Module):
@@ -102,7 +85,7 @@ def rows_of(tool: ProfileTool) -> dict[str, ModuleTime]:
 
 def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: Path) -> None:
     before = nn.Module.__call__
-    tool, _, _ = profiled(SHORT, model=Net(Nested()), folder=tmp_path)
+    tool, _, _ = profiled(SHORT, model=Net(nested()), folder=tmp_path)
     assert nn.Module.__call__ is before
     rows = rows_of(tool)
     timed = rows["body.0.timed"]
@@ -148,7 +131,7 @@ def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight() -> None:
 
 @pytest.mark.parametrize("stacks", ["false", "true"])
 def test_a_stall_in_python_is_named_by_its_module(stacks: str) -> None:
-    tool, _, _ = profiled(SHORT, f"debug.profile.stacks={stacks}", model=Net(Dawdling(), nn.ReLU()))
+    tool, _, _ = profiled(SHORT, f"debug.profile.stacks={stacks}", model=Net(dawdling(), nn.ReLU()))
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
     assert tool.measurements.step_ms > 2 * tool.measurements.operators_ms
@@ -158,7 +141,7 @@ def test_a_stall_in_python_is_named_by_its_module(stacks: str) -> None:
 
 
 def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> None:
-    profiled(SHORT, "debug.profile.modules=false", model=Net(Timed()), folder=tmp_path)
+    profiled(SHORT, "debug.profile.modules=false", model=Net(timed()), folder=tmp_path)
     record = runs.debug_file(tmp_path, "profile")
     assert record["modules"] == []
     assert "| module |" not in (tmp_path / "debug/profile.md").read_text()
@@ -216,7 +199,7 @@ def test_the_backward_of_a_scripted_module_is_its_own() -> None:
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_profile_model_has_the_time_by_module(backward: bool) -> None:
-    profile = profile_model(Net(Nested()), torch.randn(4, 30), runs=2, backward=backward)
+    profile = profile_model(Net(nested()), torch.randn(4, 30), runs=2, backward=backward)
     timed = {row.module: row for row in profile.modules}["body.0.timed"]
     assert timed.calls == 2 and timed.forward_ms >= 2 * FORWARD_MS
     assert timed.backward_ms >= 2 * BACKWARD_MS if backward else timed.backward_ms == 0
@@ -227,7 +210,7 @@ def test_profile_model_has_the_time_by_module(backward: bool) -> None:
 
 
 def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path: Path) -> None:
-    model, loss_fn, own = Net(Nested()), nn.MSELoss(), Debugger()
+    model, loss_fn, own = Net(nested()), nn.MSELoss(), Debugger()
     with own.trace(tmp_path / "trace"):
         for _ in range(3):
             with own.context("step"):
@@ -244,7 +227,7 @@ def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path: Pat
 
 def test_a_trace_of_an_own_loop_is_written_after_an_error_and_names_a_stall(tmp_path: Path) -> None:
     with pytest.raises(KeyError), Debugger().trace(tmp_path):
-        Net(Dawdling(), Dawdling())(torch.randn(4, 30))
+        Net(dawdling(), dawdling())(torch.randn(4, 30))
         raise KeyError
     page = (tmp_path / "profile.md").read_text()
     assert "outside of torch's operators, most in module body." in page

@@ -16,6 +16,7 @@ from runner.diagnose.replay.trace import explain_spike, trace_compiled, trace_st
 from runner.diagnose.replay.tracer import Tracer
 from tests.diagnose.replay.faulty_models import Fuses, OnlyCompiled, Through
 from tests.diagnose.replay.replays import POISON, ROWS, Captured, line_of, opened
+from tests.my_package import Computed
 
 LOG = (POISON, "+model.part=log")
 NORM = (*LOG, "+model.norm=true")
@@ -169,18 +170,12 @@ class OwnColumn(nn.Module):
         return x
 
 
-class FirstColumn(nn.Module):
-    """Its loss is of the first column alone."""
-
-    def __init__(self, *parts: nn.Module) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * 1.0
-        for part in self.parts:
-            x = part(x)
-        return x[:, 0].sum()
+def first_column(model: Any, x: Tensor) -> Tensor:
+    """A loss that is of the first column alone."""
+    x = x * 1.0
+    for part in model.parts:
+        x = part(x)
+    return x[:, 0].sum()
 
 
 @pytest.mark.parametrize("inf", [False, True])
@@ -188,7 +183,7 @@ class FirstColumn(nn.Module):
 def test_a_module_that_changes_another_view_in_place_is_not_blamed(guilty: int, inf: bool) -> None:
     parts = [OwnColumn(1, inf), OwnColumn(1, inf)]
     parts[guilty] = OwnColumn(0)
-    model, x = FirstColumn(*parts), torch.rand(3, 4) + 0.1
+    model, x = Computed(first_column, parts=nn.ModuleList(parts)), torch.rand(3, 4) + 0.1
     tracer = Tracer(model, {"input": x})
     with tracer.track_modules(), tracer:
         loss = model(x)

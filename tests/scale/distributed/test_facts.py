@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World
 from tests import runs
 from tests.faults import processes as forked
+from tests.my_package import Computed
 from tests.scale.distributed.processes import alone
 from tests.scale.distributed.runs import PATH
 
@@ -33,19 +36,6 @@ class Net(nn.Linear):
             time.sleep(0.03)
         return super().forward(x.flatten(1))
 """
-
-
-class Failing(nn.Linear):
-    """Raises at its third step."""
-
-    calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer's."""
-        self.calls += self.training
-        if self.calls > 2:
-            raise ValueError("the third")
-        return super().forward(x.flatten(1))
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +128,16 @@ def test_mfu_is_the_share_of_the_peaks_of_all(
 
 
 def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
+    calls = itertools.count()
+
+    def failing(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if model.training and next(calls) == 2:
+            raise ValueError("the third")
+        return model.layer(x.flatten(1))
+
     typed = ("data=digits", "distributed=ddp", "training.steps=9", "optimization=none")
-    with alone(runs.config(*typed), tmp_path, model=Failing(64, 10)) as run:
+    model = Computed(failing, layer=nn.Linear(64, 10))
+    with alone(runs.config(*typed), tmp_path, model=model) as run:
         with pytest.raises(ValueError, match="the third"):
             train(run)
     found = runs.read(tmp_path)
