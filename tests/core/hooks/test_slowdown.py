@@ -116,8 +116,8 @@ PLANTED: dict[str, tuple[list[float], dict[str, Any], str, str]] = {
 def test_two_slow_stretches_in_a_row_above_the_limit_are_reported_with_what_grew(case: str) -> None:
     durations, limits, phase, says = PLANTED[case]
     found = planted(durations, WatchConfig(**limits), phase)
-    assert [*found] == (["slower" if phase == "backward" else "waiting_more"] if says else [])
-    assert all(re.match(says, message) for message in found.values())
+    assert bool(found) is bool(says)
+    assert not says or re.match(says, found["slower" if phase == "backward" else "waiting_more"])
 
 
 @pytest.mark.parametrize("others", [0.95], indirect=True)
