@@ -1,4 +1,4 @@
-"""What the summary of a distributed run says of its processes."""
+"""What the summary of a distributed run and its debug tools say of its processes."""
 
 from __future__ import annotations
 
@@ -153,3 +153,34 @@ def test_nccl_without_gpus_is_refused_before_any_process_is_waited_for() -> None
     place = RankInfo(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
     with pytest.raises(ConfigError, match="distributed.backend"):
         World(place, asked, torch.device("cpu"))
+
+
+NET = """
+from torch import nn
+
+class Root(nn.Module):
+    def forward(self, x):
+        return (x - 1e4).sqrt()
+
+class Net(nn.Module):
+    def __init__(self, in_features, classes):
+        super().__init__()
+        self.first, self.root, self.last = nn.Linear(in_features, 8), Root(), nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.last(self.root(x) if self.training else x)
+"""
+
+
+def test_each_process_names_the_module_of_a_step_that_is_not_finite(tmp_path: Path) -> None:
+    (tmp_path / "root_net.py").write_text(NET)
+    typed = ["distributed=ddp", "distributed.processes=2", "data=cancer", "training.steps=2"]
+    typed += ["model._target_=root_net.Net", "security.trusted=[root_net]", "debug=anomaly"]
+    path = os.pathsep.join([str(tmp_path), PATH])
+    ended = runs.command(tmp_path, *typed, *runs.QUICK, "hydra.run.dir=run", PYTHONPATH=path)
+    assert ended.returncode == 4, ended.stderr  # all steps were skipped
+    for folder in (tmp_path / "run", tmp_path / "run/ranks/1"):
+        (fault,) = runs.faults(folder, "anomaly")
+        assert fault["steps"] == [1, 2] and fault["action"] == "skipped"
+        assert "root (Root)" in fault["message"]
