@@ -100,7 +100,7 @@ def _module(package: str, name: str) -> str:
     return f"{package}.{name}" if below.exists() else package
 
 
-def test_a_room_imports_only_what_the_table_allows() -> None:
+def test_a_room_imports_only_what_the_table_allows():
     found = set()
     for module, path in modules().items():
         room = module.split(".")[0]
@@ -111,7 +111,7 @@ def test_a_room_imports_only_what_the_table_allows() -> None:
     assert sorted(found) == []
 
 
-def test_the_core_imports_only_lower_layers() -> None:
+def test_the_core_imports_only_lower_layers():
     found = set()
     for module, path in modules().items():
         for target in imported(ast.parse(path.read_text())):
@@ -124,7 +124,7 @@ def test_the_core_imports_only_lower_layers() -> None:
     assert sorted(found) == []
 
 
-def test_no_circle_of_imports_and_two_small_ones_within_functions() -> None:
+def test_no_circle_of_imports_and_two_small_ones_within_functions():
     for lazy, circles in ((False, []), (True, LAZY_CIRCLES)):
         arrows: dict[str, set[str]] = {}
         for module, path in modules().items():
@@ -134,7 +134,7 @@ def test_no_circle_of_imports_and_two_small_ones_within_functions() -> None:
         assert circles_of(arrows) == circles
 
 
-def test_types_close_circles_of_few_modules_of_the_core() -> None:
+def test_types_close_circles_of_few_modules_of_the_core():
     arrows = {}
     for module, path in modules().items():
         tree = ast.parse(path.read_text())
@@ -162,7 +162,7 @@ def circles_of(arrows: dict[str, set[str]]) -> list[set[str]]:
     return sorted(map(set, sets), key=min)
 
 
-def test_few_modules_outside_of_scale_name_the_processes_of_a_run() -> None:
+def test_few_modules_outside_of_scale_name_the_processes_of_a_run():
     lines = [
         module
         for module, path in modules().items()
@@ -173,7 +173,7 @@ def test_few_modules_outside_of_scale_name_the_processes_of_a_run() -> None:
     assert len(set(lines)) <= 10
 
 
-def test_checking_a_config_imports_no_torch() -> None:
+def test_checking_a_config_imports_no_torch():
     names = [m for m in modules() if any(fnmatch(m, pattern) for pattern in TORCH_FREE)]
     assert {"cli.__init__", "core.config.run_config", "core.schemas.data"} <= set(names)
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
@@ -182,7 +182,7 @@ def test_checking_a_config_imports_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_config_file_begins_by_saying_what_it_is_for() -> None:
+def test_every_config_file_begins_by_saying_what_it_is_for():
     files = sorted((ROOT / "conf").rglob("*.yaml"))
     assert files
     assert [p.name for p in files if not p.read_text().startswith("#")] == []
@@ -229,7 +229,7 @@ WRITERS_BY_NAME = {
 }
 
 
-def test_files_are_written_by_the_functions_that_follow_no_link() -> None:
+def test_files_are_written_by_the_functions_that_follow_no_link():
     wrong, used = [], dict[str, set[str]]()
     for module, path in modules().items():
         for name, node in writing_calls(ast.parse(path.read_text())):

@@ -15,7 +15,7 @@ def script() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "host_sync_docs.py")))
 
 
-def test_every_possible_host_read_in_the_hot_path_says_why(script: SimpleNamespace) -> None:
+def test_every_possible_host_read_in_the_hot_path_says_why(script):
     silent = [
         f"{file.relative_to(ROOT)}:{number} needs `# host sync: why`, or `# host sync: none, why`"
         for file in script.hot_files()
@@ -33,7 +33,7 @@ def test_every_possible_host_read_in_the_hot_path_says_why(script: SimpleNamespa
         *("number = int(total.sum())", "if bool(flags[0]): pass", "device.synchronize()"),
     ],
 )
-def test_a_line_that_reads_the_device_needs_a_reason(script: SimpleNamespace, line: str) -> None:
+def test_a_line_that_reads_the_device_needs_a_reason(script, line):
     assert script.undocumented(f"first = 1\n{line}\n") == [2]
     assert not script.undocumented(f"{line}  # host sync: at the end\n")
     assert not script.undocumented(f"# host sync: none, a list\n{line}\n")
@@ -41,9 +41,7 @@ def test_a_line_that_reads_the_device_needs_a_reason(script: SimpleNamespace, li
     assert script.undocumented(f"{line}  # host sync:\n") == [1]
 
 
-def test_the_table_of_host_waits_in_the_docs_is_made_from_the_comments(
-    script: SimpleNamespace,
-) -> None:
+def test_the_table_of_host_waits_in_the_docs_is_made_from_the_comments(script):
     stale = "docs/host_waits.md is stale: run python scripts/host_sync_docs.py"
     assert script.TARGET.read_text() == script.page(), stale
     assert "optim.gradients.coalesced_gradients" in script.table()

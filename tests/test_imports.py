@@ -37,7 +37,7 @@ def imported(folder: Path, *typed: str) -> dict[str, str]:
     return files
 
 
-def test_a_plain_run_imports_the_core_alone(tmp_path: Path) -> None:
+def test_a_plain_run_imports_the_core_alone(tmp_path):
     files = imported(tmp_path)
     lines = {
         name: len(Path(file).read_text().splitlines())
@@ -52,5 +52,5 @@ def test_a_plain_run_imports_the_core_alone(tmp_path: Path) -> None:
     assert not [name for name in files if name.startswith(TOOLS)]
 
 
-def test_a_level_imports_no_compiler_for_a_run_too_short_for_it(tmp_path: Path) -> None:
+def test_a_level_imports_no_compiler_for_a_run_too_short_for_it(tmp_path):
     assert "torch._dynamo" not in imported(tmp_path, "optimization=ultra")

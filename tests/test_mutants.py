@@ -5,6 +5,6 @@ from __future__ import annotations
 from tests.runs import python
 
 
-def test_every_planted_break_has_its_text_once_and_its_tests() -> None:
+def test_every_planted_break_has_its_text_once_and_its_tests():
     done = python("scripts/mutants.py", "--check")
     assert done.returncode == 0, done.stdout

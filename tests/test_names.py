@@ -31,7 +31,7 @@ def definitions() -> list[tuple[str, str, bool]]:
     return rows
 
 
-def test_names_are_terms_of_the_field() -> None:
+def test_names_are_terms_of_the_field():
     denied = [
         f"{place}: {name}"
         for place, name, _ in definitions()
@@ -40,7 +40,7 @@ def test_names_are_terms_of_the_field() -> None:
     assert not denied, "\n".join(denied)
 
 
-def test_no_two_classes_share_a_name() -> None:
+def test_no_two_classes_share_a_name():
     places = defaultdict(list)
     for place, name, is_class in definitions():
         if is_class:

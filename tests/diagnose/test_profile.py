@@ -28,7 +28,7 @@ def linear() -> nn.Module:
 PRODUCTS = 32 * (128 * 256 + 256 * 16)
 
 
-def test_operations_parameters_memory_and_times_of_a_perceptron_and_the_measured_peak() -> None:
+def test_operations_parameters_memory_and_times_of_a_perceptron_and_the_measured_peak():
     model = linear()
     model[2].requires_grad_(False)
     profile = profile_model(model, torch.randn(32, 128), runs=20)
@@ -46,7 +46,7 @@ def test_operations_parameters_memory_and_times_of_a_perceptron_and_the_measured
     assert profile.mfu == pytest.approx(per_second / profile.peak.flops_per_second)
 
 
-def test_a_backward_counts_twice_and_leaves_no_trace() -> None:
+def test_a_backward_counts_twice_and_leaves_no_trace():
     model = nn.Sequential(linear(), nn.BatchNorm1d(16), nn.Dropout(0.5))
     model.eval()
     before = copy.deepcopy(model.state_dict())
@@ -60,14 +60,14 @@ def test_a_backward_counts_twice_and_leaves_no_trace() -> None:
     assert not model.training
 
 
-def test_attention_is_counted_on_a_cpu_too() -> None:
+def test_attention_is_counted_on_a_cpu_too():
     """One head, no products but the two of attention."""
     attends = Computed(lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x))
     profile = profile_model(attends, torch.randn(2, 1, 64, 32), runs=2)
     assert profile.flops == 2 * 2 * (2 * 64 * 64 * 32)
 
 
-def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet():
     with optimize(nn.Linear(2, 2), "none", example=torch.randn(1, 2)) as fast:
         device = fast.lazy.run.device
     for name, dtype, tera in (
@@ -99,11 +99,11 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
         "NVIDIA GeForce RTX 4090", "NVIDIA H20", "Tesla V100S-PCIE-32GB", "NVIDIA DGX GB200",
     ],
 )  # fmt: skip
-def test_a_gpu_whose_name_only_contains_that_of_a_data_sheet_has_no_peak(name: str) -> None:
+def test_a_gpu_whose_name_only_contains_that_of_a_data_sheet_has_no_peak(name):
     assert data_sheet(name) is None
 
 
-def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None:
+def test_the_table_names_the_slowest_operators_and_the_record_is_plain():
     profile = profile_model(linear(), torch.randn(512, 128), runs=3)
     spent = list(profile.operators_ms.values())
     assert spent == sorted(spent, reverse=True)  # which is first depends on the machine
@@ -113,7 +113,7 @@ def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None
     assert json.loads(json.dumps(asdict(profile)))["flops"] == profile.flops
 
 
-def test_an_optimized_model_is_profiled_under_its_techniques() -> None:
+def test_an_optimized_model_is_profiled_under_its_techniques():
     overrides = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
     with optimize(linear(), "none", overrides=overrides) as fast:
         profile = profile_model(fast, torch.randn(32, 128), runs=3)
@@ -122,7 +122,7 @@ def test_an_optimized_model_is_profiled_under_its_techniques() -> None:
     assert profile.flops == 2 * PRODUCTS
 
 
-def test_a_model_that_fails_is_one_clear_error() -> None:
+def test_a_model_that_fails_is_one_clear_error():
     model, x = linear(), torch.randn(2, 128)
     for call, message in (
         (lambda: profile_model(model, torch.randn(2, 5)), r"shape \[2, 5\]: RuntimeError"),
@@ -135,7 +135,7 @@ def test_a_model_that_fails_is_one_clear_error() -> None:
             call()
 
 
-def test_system_info_is_what_the_doctor_sees() -> None:
+def test_system_info_is_what_the_doctor_sees():
     info = json.loads(json.dumps(system_info()))
     assert info["versions"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__
     assert info["device"]["kind"] in ("cpu", "cuda", "mps")
@@ -143,7 +143,7 @@ def test_system_info_is_what_the_doctor_sees() -> None:
     assert {row["name"] for row in info["techniques"]} >= {"amp", "compile", "tf32"}
 
 
-def test_on_a_gpu_the_time_of_a_kernel_counts_once() -> None:
+def test_on_a_gpu_the_time_of_a_kernel_counts_once():
     def row(key: str, kind: DeviceType, device_us: float) -> Any:
         return SimpleNamespace(
             key=key, device_type=kind, is_user_annotation=False, self_device_time_total=device_us,

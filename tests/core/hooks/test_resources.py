@@ -48,9 +48,7 @@ class NoFiles(Hook):
         time.sleep(0.012)  # a row about the machine falls due
 
 
-def test_a_run_continues_when_no_file_can_be_opened(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_run_continues_when_no_file_can_be_opened(caplog, tmp_path):
     more = ["monitoring.system_every_s=0.01", "checkpoint=off"]
     summary = runs.trained(*QUICK, *more, folder=tmp_path, hooks=[NoFiles()])
     assert (summary.status, summary.steps) == ("done", 60)
@@ -61,9 +59,7 @@ def test_a_run_continues_when_no_file_can_be_opened(
     assert all("Too many open files" in text for text in said)
 
 
-def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(tmp_path):
     config = compose([*QUICK, "checkpoint.every=5", "training.validate_every=60"])
     starves = runs.AtSteps(5, lambda run: resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1])))
     try:
@@ -119,7 +115,7 @@ def real(folder: Path, leak: int, left: int, *overrides: str) -> dict[str, Any]:
 
 
 @linux
-def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path):
     same = ["schedule=constant", "device.clean_above=null"]
     ended = real(tmp_path, 4 * MIB, 600, "training.steps=500", *same)
     assert ended["status"] == "stopped" and 20 <= ended["steps"] < 150
@@ -137,7 +133,7 @@ def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Pa
 
 
 @linux
-def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path: Path) -> None:
+def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path):
     ended = real(tmp_path, -4 * MIB, 600, "training.steps=500", "optimization=basic")
     assert ended["status"] == "stopped" and ended["faults"]["memory_stop"] == 1
     assert (tmp_path / f"checkpoints/step_{ended['steps']:08d}/manifest.json").is_file()
@@ -147,7 +143,7 @@ def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path
     assert {row.reason for row in looked} == {"not looked at: the run was stopped for memory"}
 
 
-def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:
+def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path):
     with runs.opened(*QUICK, "stability.watch.stop_above=1e-9", folder=tmp_path) as run:
         summary = train(run)
     held = summary.memory.peak_process_bytes / run.device.memory_bytes
@@ -160,7 +156,7 @@ def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_pat
 # leaks
 
 
-def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> None:
+def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path):
     ended = real(tmp_path, 50_000, 0, "training.steps=500")
     assert ended["faults"]["leak"] == 1 and ended["status"] == "done"
     (leak,) = runs.faults(tmp_path, "leak")
@@ -202,8 +198,8 @@ class Hoarding:
     ids=["leak", "cache", "garbage"],
 )
 def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_garbage(
-    limit: int, garbage: bool, verdict: str, tmp_path: Path
-) -> None:
+    limit, garbage, verdict, tmp_path
+):
     config = compose([*QUICK[1:], "model=mlp", "training.batch_size=4", "data.workers=2"])
     config.training.steps, config.monitoring.every = 260, 1
     data = UserDataset(Hoarding(limit, garbage), "Hoarding", config.data)
@@ -218,7 +214,7 @@ def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_gar
 
 
 @linux
-def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak() -> None:
+def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak():
     before = memory.anonymous_bytes()
     with mmap.mmap(-1, 40 * MIB) as block:
         block.write(b"x" * 40 * MIB)
@@ -227,7 +223,7 @@ def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [500, 5000])
-def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
+def test_a_healthy_run_raises_nothing(steps, tmp_path):
     ended = real(tmp_path, 0, 0, f"training.steps={steps}")
     assert ended["steps"] == steps and ended["faults"] == {}
 
@@ -235,9 +231,7 @@ def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
 # the rest
 
 
-def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(caplog, tmp_path):
     low = ["stability.watch.disk_min_mb=1e12", "device.clean_above=1e-6"]
     summary = runs.trained(*QUICK, "monitoring.system_every_s=0.0001", *low, folder=tmp_path)
     assert summary.status == "done"
@@ -247,14 +241,14 @@ def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
     assert load and {"cpu_percent", "ram_percent", "disk_free_gib"} <= set(load[0])
 
 
-def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for() -> None:
+def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for():
     with pytest.raises(ConfigError, match=r"stability\.watch\.gpu: NVML is missing"):
         runs.trained(*QUICK, "stability.watch.gpu=true")
     assert runs.trained(*QUICK).status == "done"
 
 
 @pytest.mark.gpu
-def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path: Path) -> None:
+def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path):
     pytest.importorskip("pynvml")
     on = [x for x in QUICK if x != "device=cpu"]
     with build(compose([*on, "stability.watch.gpu=true"]), tmp_path) as run:
@@ -284,8 +278,8 @@ class Card:
     ("allocated", "emptied"), [(0.5, 0), (0.89, 0), (0.95, 1)], ids=["half", "below", "above"]
 )
 def test_memory_that_the_allocator_keeps_for_the_next_step_is_not_freed(
-    monkeypatch: pytest.MonkeyPatch, allocated: float, emptied: int
-) -> None:
+    monkeypatch, allocated, emptied
+):
     card = Card(allocated, 0.97)
     for name in ("memory_allocated", "memory_reserved", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))

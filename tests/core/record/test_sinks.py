@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,7 +119,7 @@ def command(folder: Path, sinks: str, *more: str) -> list[str]:
     return [sys.executable, "-m", "runner", *typed]
 
 
-def test_a_class_of_the_users_gets_every_row_the_report_and_the_end(tmp_path: Path) -> None:
+def test_a_class_of_the_users_gets_every_row_the_report_and_the_end(tmp_path):
     target = f"{{_target_: {__name__}.Listed}}"
     package = __name__.partition(".")[0]
     config = compose([*SHORT, f"monitoring.sinks=[{target}]", f"security.trusted=[{package}]"])
@@ -142,9 +141,7 @@ def mirror(recorder: Recorder, sink: Sink, folder: Path, timeout_s: float) -> Si
 
 
 @pytest.mark.parametrize("trouble", [{"fails_at": 5}, {"hangs": True}])
-def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(
-    trouble: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(trouble, tmp_path, caplog):
     sink = Listed(**trouble)
     recorder = Recorder(tmp_path, MonitoringConfig(tensorboard=False))
     recorder.open()
@@ -163,7 +160,7 @@ def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(
     assert len(warnings) == 1 and "the run continues without it" in warnings[0]
 
 
-def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path: Path) -> None:
+def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path):
     """Held up to step 30, the checkpoint was at 20, the record lacks nothing up to there."""
 
     class Resumed(Listed):
@@ -186,9 +183,7 @@ def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path: P
     assert sink.rows[0].values == {"loss": math.inf}
 
 
-def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(monkeypatch):
     monkeypatch.setattr(hook, "find_spec", lambda name: None)
     for name in ("mlflow", "wandb"):
         said = rf"^monitoring.sinks: .*pip install 'hydra-torch-runner\[{name}\]'"
@@ -202,8 +197,8 @@ def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(
 @pytest.mark.filterwarnings("ignore")  # of their libraries
 @pytest.mark.skipif(not (find_spec("mlflow") and find_spec("wandb")), reason="needs the extras")
 def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_with_its_numbers_and_no_secret(
-    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    uri, tmp_path, monkeypatch
+):
     from mlflow import MlflowClient
 
     table = tmp_path / "hush-hush-1234567.csv"

@@ -25,7 +25,7 @@ FILES = ("state.pt", "manifest.json", "checkpoint/state.pt")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
+def test_damage_is_named_with_its_file(folder, name):
     path = folder / name
     whole = path.read_bytes()
     half = len(whole) // 2
@@ -46,7 +46,7 @@ def forge_state(folder: Path, content: object) -> None:
     forge_file(folder, "state.pt", file.getvalue())
 
 
-def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Path) -> None:
+def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder):
     marker = folder / "marker"
     forge_state(folder, {"state": Mark(marker), "model": {}})
     with pytest.raises(SecurityError, match=r"state\.pt: refused.*mkdir"):
@@ -61,13 +61,13 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Pat
         *({"threads": "2"}, {"files": {"../../x": {"size": 1, "sha256": ""}}}),
     ],
 )
-def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
+def test_a_manifest_of_another_kind_is_refused(folder, changes):
     forge(folder, **changes)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         open_capture(folder)
 
 
-def test_a_state_of_another_shape_is_refused(folder: Path) -> None:
+def test_a_state_of_another_shape_is_refused(folder):
     good = torch.load(folder / "state.pt", weights_only=True)
     text = [{**good, "state": {**good["state"], **c}} for c in ({"grad_norm": "1"}, {"loss": []})]
     odd = ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,9 +98,7 @@ def by_name(checks: list[GradientCheck]) -> dict[str, GradientCheck]:
 @pytest.mark.parametrize(
     ("function", "leaf", "ratio"), [(Doubled, "by", 2.0), (Turned, "input", -1)]
 )
-def test_a_wrong_backward_is_found_by_module_and_input(
-    function: type[Scale], leaf: str, ratio: float
-) -> None:
+def test_a_wrong_backward_is_found_by_module_and_input(function, leaf, ratio):
     checks = by_name(checked(Own(function), images(), cross_entropy))
     wrong = checks["tail.scale"]
     assert (wrong.of, wrong.result, wrong.where) == ("Scaling", "wrong", leaf)
@@ -126,7 +123,7 @@ def in_float32(model: Any, x: Tensor) -> Tensor:
     return model.weight * y.to(x.dtype)
 
 
-def test_gradcheck_passes_every_correct_backward() -> None:
+def test_gradcheck_passes_every_correct_backward():
     checks = checked(Own(), images(), cross_entropy)
     assert [check.name for check in checks] == ["objective", "tail.scale", "tail", "Own"]
     assert {c.result for c in checks} == {"passed"}
@@ -152,7 +149,7 @@ def test_gradcheck_passes_every_correct_backward() -> None:
     assert (loss.name, loss.result) == ("objective", "passed")
 
 
-def test_a_small_gradient_is_checked_as_well_as_a_large_one() -> None:
+def test_a_small_gradient_is_checked_as_well_as_a_large_one():
     """Also where it is far below the absolute tolerance of torch.autograd.gradcheck."""
     by = nn.Parameter(torch.tensor([1.5]))
     small = Computed(lambda model, x: 1e-9 * Doubled.apply(x, model.by), by=by)
@@ -160,7 +157,7 @@ def test_a_small_gradient_is_checked_as_well_as_a_large_one() -> None:
     assert (check.result, check.where) == ("wrong", "by")
 
 
-def test_what_cannot_be_checked_says_why() -> None:
+def test_what_cannot_be_checked_says_why():
     calls = itertools.count(1)
     drifting = Computed(lambda model, x: model.layer(x) * next(calls), layer=nn.Linear(16, 4))
     for model, batch, budget_s, reason in (
@@ -177,7 +174,7 @@ def halved(output: Tensor, target: Tensor) -> Tensor:
     return (error * error.detach()).mean()
 
 
-def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_passes() -> None:
+def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_passes():
     wrong = by_name(checked(Own(), images(), halved))["objective"]
     assert (wrong.of, wrong.result, wrong.where) == ("halved", "wrong", "input")
     weighted = nn.CrossEntropyLoss(weight=torch.rand(10) + 0.5, label_smoothing=0.1)
@@ -186,7 +183,7 @@ def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_
 
 
 @pytest.mark.parametrize("named", ["tail.scale", "Scaling"])
-def test_a_deliberate_non_derivative_is_left_out_with_its_module(named: str) -> None:
+def test_a_deliberate_non_derivative_is_left_out_with_its_module(named):
     checks = checked(Own(Doubled), images(), cross_entropy, skip=[named])
     assert [(check.name, check.result) for check in checks] == [("objective", "passed")]
 
@@ -205,9 +202,7 @@ def test_a_deliberate_non_derivative_is_left_out_with_its_module(named: str) -> 
     ],
     ids=["cnn", "gpt, recomputed"],
 )
-def test_our_own_models_and_objectives_pass_and_train_the_same_weights(
-    overrides: list[str], tmp_path: Path
-) -> None:
+def test_our_own_models_and_objectives_pass_and_train_the_same_weights(overrides, tmp_path):
     short = [*RUN, "training.steps=2", "data.validation_samples=8", *overrides]
     ends = []
     for more in ("budget_s=1000", "enabled=false"):
@@ -219,9 +214,7 @@ def test_our_own_models_and_objectives_pass_and_train_the_same_weights(
     assert runs.differences(*ends) == []
 
 
-def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_with_a_wrong_backward_says_so_and_trains_on(tmp_path, caplog):
     with runs.opened(*RUN, folder=tmp_path, given=Components(model=Own(Doubled))) as run:
         summary = train(run)
     assert summary.status == "done" and summary.steps == 4
@@ -234,7 +227,7 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
     assert tool.finding == "2 checked, 1 wrong: tail.scale; 2 could not be checked"
 
 
-def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path: Path) -> None:
+def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path):
     given = Components(model=Own(), objective=CustomObjective(halved, "halved"))
     with runs.opened(*RUN, "debug.on_anomaly=raise", folder=tmp_path, given=given) as run:
         with pytest.raises(NotVerified, match=r"objective \(halved\).*debug.gradcheck.skip"):

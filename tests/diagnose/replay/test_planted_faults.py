@@ -143,20 +143,18 @@ def traced(run: Run, fault: Made, trace: Callable[..., Any] = trace_step) -> tup
 
 
 @pytest.mark.parametrize("fault", BACKWARD)
-def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
+def test_a_fault_of_the_backward_is_named_by_its_module(fault, made):
     assert traced(made, BACKWARD[fault])[:2] == (StepPhase.backward, "block.2")
 
 
 @pytest.mark.parametrize("fault", FORWARD)
-def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) -> None:
+def test_a_fault_of_the_forward_is_named_by_its_module(fault, made):
     assert traced(made, FORWARD[fault])[:2] == (StepPhase.forward, "block.2")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fault", ["numpy", "where log", "selects"])
-def test_a_fault_of_a_recomputed_module_is_named_by_its_module(
-    fault: str, reentrant: bool, made: Run
-) -> None:
+def test_a_fault_of_a_recomputed_module_is_named_by_its_module(fault, reentrant, made):
     phase = StepPhase.backward if fault in BACKWARD else StepPhase.forward
 
     def checkpointed() -> nn.Module:
@@ -169,15 +167,11 @@ def test_a_fault_of_a_recomputed_module_is_named_by_its_module(
 
 
 @pytest.mark.parametrize("fault", ["full_like", "where log"])
-def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
-    fault: str, made: Run
-) -> None:
+def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(fault, made):
     assert traced(made, BACKWARD[fault], trace_compiled)[:2] == (StepPhase.backward, "block.2")
 
 
-def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(
-    made: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(made, monkeypatch):
     raised = "block.2 (Computed) raised ValueError: no gradient in the backward"
     assert traced(made, value(spoiled(refuse))) == (StepPhase.exception, "block.2", raised)
     with monkeypatch.context() as patch:
@@ -192,7 +186,7 @@ def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(
     assert found.startswith("the gradient through the objective becomes Inf")
 
 
-def test_hooks_of_a_step_that_was_traced_are_gone(made: Run) -> None:
+def test_hooks_of_a_step_that_was_traced_are_gone(made):
     register = torch.Tensor.register_hook
     traced(made, BACKWARD["output hook"])
     assert torch.Tensor.register_hook is register

@@ -45,9 +45,7 @@ def nests(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(monkeypatch):
     pickled: list[Any] = []
     own = Tensor.__reduce_ex__
     monkeypatch.setattr(
@@ -67,7 +65,7 @@ def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(
                 assert type(world.broadcast_choice(lambda value=value: value)) is type(value)
 
 
-def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device() -> None:
+def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device():
     with world_of_one() as world:
         sent: list[Any] = []
         own = torch.distributed.broadcast_object_list
@@ -81,9 +79,7 @@ def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device() 
     assert isinstance(sent[1], UsageError)
 
 
-def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(monkeypatch):
     with FakeTensorMode():
         devices = "cuda:0", "cuda:1"
         first, second = (torch.zeros(3, device=device) for device in devices)
