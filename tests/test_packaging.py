@@ -204,11 +204,6 @@ def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(tmp
     assert (done.returncode, done.stderr) == (3, "ERROR: no space\n")
 
 
-def test_a_checkout_needs_no_installation(composed):
-    assert "optimization" in output([sys.executable, "-m", "runner", "--help"], cwd=ROOT)
-    assert "training:" in composed
-
-
 @pytest.mark.parametrize("kind", ["installed", "editable"])
 def test_an_installation_works_from_any_folder(kind, composed, tmp_path, request):
     here: Installation = request.getfixturevalue(kind)
@@ -224,12 +219,6 @@ def test_an_installation_works_from_any_folder(kind, composed, tmp_path, request
 
     assert output([python, "-m", "runner", "--cfg", "job"], cwd=tmp_path) == composed
     assert list(tmp_path.iterdir()) == []  # looking writes nothing
-
-
-@pytest.mark.slow
-def test_the_installed_wheel_trains(installed, tmp_path):
-    output([str(installed.script), "-m", "training.steps=2"], cwd=tmp_path)  # finds its launcher
-    assert list(tmp_path.glob("outputs/sweeps/*/*/0/summary.json"))
 
 
 QUICK = "device=cpu device.threads=1 monitoring.progress=false training.steps=12 name=mine "
