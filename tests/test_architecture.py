@@ -1,7 +1,5 @@
 """The house keeps its shape: what imports what, what does without torch, what explains itself."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

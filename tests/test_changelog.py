@@ -1,7 +1,5 @@
 """No config key goes without a line in CHANGELOG.md that says what to do instead."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Each example runs as a script, in an empty folder, and comes to what it says."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Each line of the hot path that may wait for the device says why, and the docs list them."""
 
-from __future__ import annotations
-
 import runpy
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """A plain run imports the core, and tools only when they are asked for."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

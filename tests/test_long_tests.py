@@ -1,7 +1,5 @@
 """The list of tests that scripts/nightly alone runs fits the tests, and is chosen by CPU time."""
 
-from __future__ import annotations
-
 import ast
 import runpy
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The list of planted breaks fits the code; that each is caught is shown by scripts/nightly."""
 
-from __future__ import annotations
-
 from tests.runs import python
 
 

@@ -1,7 +1,5 @@
 """Names of modules, classes and public functions are the field's terms, each with one meaning."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

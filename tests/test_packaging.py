@@ -1,7 +1,5 @@
 """The runner starts from a checkout, from any folder, and from an installed wheel."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

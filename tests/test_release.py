@@ -1,7 +1,5 @@
 """`scripts/release` builds nothing without a tag; `scripts/screenshots` draws what was printed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

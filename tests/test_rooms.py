@@ -1,7 +1,5 @@
 """Earlier names of modules, the table by which rooms reach each other, and a missing room."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The debugger for loops of the user's own: times, faults and NaNs by name."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

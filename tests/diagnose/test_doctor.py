@@ -1,7 +1,5 @@
 """job=doctor: the report, and each check given its input."""
 
-from __future__ import annotations
-
 import os
 import resource
 from contextlib import ExitStack

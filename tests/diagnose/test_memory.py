@@ -1,7 +1,5 @@
 """Peaks of phases, leaks and a table, for a loop that is not ours."""
 
-from __future__ import annotations
-
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """`profile_model` and `system_info`: numbers that can be worked out by hand."""
 
-from __future__ import annotations
-
 import copy
 import json
 from dataclasses import asdict, replace

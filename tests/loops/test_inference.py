@@ -1,7 +1,5 @@
 """`safe_inference` and `check_model`: checked answers of a model, and faults of the model."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

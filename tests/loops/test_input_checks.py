@@ -1,7 +1,5 @@
 """`validate_inputs`: each kind of finding with its samples, and `safe_inference` around them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

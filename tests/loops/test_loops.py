@@ -3,8 +3,6 @@
 Each is clip_grad_norm_ and step() with a guard, and the optimizer stays the caller's.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import shutil

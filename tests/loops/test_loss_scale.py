@@ -1,7 +1,5 @@
 """`scaler=` of `Stability.step` and `train_step`: the step as torch documents it for fp16."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

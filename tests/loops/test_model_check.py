@@ -1,7 +1,5 @@
 """`check_model` on behaviour, hooks and classes: a planted finding is named, and nothing else."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`optimize` and `@optimize_model`: faster to call, the same model, and everything undone."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from typing import Any

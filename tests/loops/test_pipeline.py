@@ -1,7 +1,5 @@
 """`create_training_pipeline`: a whole run around a live model and live data."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from functools import partial

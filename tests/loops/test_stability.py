@@ -1,7 +1,5 @@
 """`Stability` in a plain loop: a bad step leaves no trace, and what was done is recorded."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from functools import partial

@@ -1,7 +1,5 @@
 """`python -m runner.report --clean`: what is listed, what is removed, and what stays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

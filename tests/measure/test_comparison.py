@@ -1,7 +1,5 @@
 """What a comparison says: headline, table on the terminal, markdown, JSON; and the command."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """What is made of folders that nobody has vetted, and that nothing outside of them is changed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

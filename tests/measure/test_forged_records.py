@@ -1,7 +1,5 @@
 """Records that somebody forged say on the terminal what they say, and do nothing there."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

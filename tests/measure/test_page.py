@@ -1,7 +1,5 @@
 """The page of a comparison, in a browser and as text; hostile names on it do nothing there."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

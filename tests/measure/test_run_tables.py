@@ -1,7 +1,5 @@
 """`python -m runner.report RUN… --tables` and `--plots`: files from the records of runs alone."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """Which claims on speed a sweep makes, from runs and measurements with known numbers in them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

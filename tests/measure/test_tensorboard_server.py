@@ -1,7 +1,5 @@
 """TensorBoard's names: what differs between runs, by links that follow the folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

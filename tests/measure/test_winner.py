@@ -1,7 +1,5 @@
 """The best run of a sweep is first, and its commands work as they are printed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sandboxed process: its limits, its answers, and that nothing of it is left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

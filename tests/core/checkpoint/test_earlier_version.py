@@ -6,8 +6,6 @@ by that version with `training.epochs=3`. `earlier_sweep.tar.xz` has a finished 
 whose modules were not in rooms.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

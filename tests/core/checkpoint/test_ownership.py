@@ -1,7 +1,5 @@
 """A folder with a record is continued by its own run alone; nothing replaces the record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

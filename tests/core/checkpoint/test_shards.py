@@ -1,7 +1,5 @@
 """A checkpoint in shards is whole or not there, and no damage to one of them goes unseen."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import socket

@@ -1,7 +1,5 @@
 """What is no state of a run is refused by name, before anything is done with it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from copy import deepcopy

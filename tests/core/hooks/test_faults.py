@@ -1,7 +1,5 @@
 """What went wrong is on disk and in TensorBoard when the run ends; a hook of the user's watches."""
 
-from __future__ import annotations
-
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

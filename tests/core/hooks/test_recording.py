@@ -1,7 +1,5 @@
 """What a run writes down: rows, hyper-parameters, texts and tables."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator

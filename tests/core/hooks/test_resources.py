@@ -1,7 +1,5 @@
 """Above its shares of the memory a run cleans, and stops; leaks and full disks are said."""
 
-from __future__ import annotations
-
 import gc
 import json
 import mmap

@@ -1,7 +1,5 @@
 """A run whose steps become slower says so once, with what takes the time."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """job=evaluate: its own words, its own place, and the way back to the run that was evaluated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that are built and trained from Python, in programs and in notebooks."""
 
-from __future__ import annotations
-
 import logging
 import pydoc
 import re

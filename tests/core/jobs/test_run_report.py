@@ -1,7 +1,5 @@
 """The end of a run: the table on the terminal, report.md and curves.svg, and summary.json."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """The commit of a repository is read, and none of the programs its files name is run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """What went wrong in a run: said once, counted, and kept."""
 
-from __future__ import annotations
-
 import json
 
 from runner.core.record import history

@@ -1,7 +1,5 @@
 """What is read of `.hydra`, what of it becomes columns, and where a run says it came from."""
 
-from __future__ import annotations
-
 import json
 import sys
 

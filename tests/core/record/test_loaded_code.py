@@ -1,7 +1,5 @@
 """Digests of the user's modules: which are recorded, and what is compared with them later."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Pictures: their width, what stands out in them, and names of any kind."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

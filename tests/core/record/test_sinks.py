@@ -1,7 +1,5 @@
 """`monitoring.sinks`: MLflow's and W&B's own stores hold what metrics.jsonl holds."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """Errors in one line, and text that a shell and Hydra read back as it was."""
 
-from __future__ import annotations
-
 import logging
 import shlex
 from pathlib import Path

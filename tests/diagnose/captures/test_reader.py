@@ -1,7 +1,5 @@
 """A capture is read only if every byte is what was written, and runs no code."""
 
-from __future__ import annotations
-
 import shutil
 from io import BytesIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A reopened step is the step: same weights, same batch, same draws, so the same bits."""
 
-from __future__ import annotations
-
 import random
 import shutil
 

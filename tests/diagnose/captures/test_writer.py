@@ -1,7 +1,5 @@
 """What a run writes of a bad step: bounded, whole, and nothing at all when it is healthy."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

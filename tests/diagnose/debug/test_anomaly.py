@@ -1,7 +1,5 @@
 """Anomaly mode: the operation, line and module of a NaN are named, and the run survives or ends."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator

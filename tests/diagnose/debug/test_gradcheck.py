@@ -1,7 +1,5 @@
 """Backward passes that are wrong are found by name, and right ones are left alone."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Looks at gradients: right numbers, right verdicts, and a run that is none the worse for them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from contextlib import suppress

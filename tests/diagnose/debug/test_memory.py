@@ -1,7 +1,5 @@
 """The account of a step, what grows, and the page about a run that ran out; in real runs."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable
 from typing import Any

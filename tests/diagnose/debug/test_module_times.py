@@ -1,7 +1,5 @@
 """Time by module: own time, backward by its owner, stalls in Python, in a run and in own loops."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

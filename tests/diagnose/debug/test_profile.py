@@ -1,7 +1,5 @@
 """The profiler's window, the verdict in words: in real runs, shaped to be so."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Named sections: counted by name and category while somebody asks, and nothing otherwise."""
 
-from __future__ import annotations
-
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """A tool whose own code fails rests, and the run goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass

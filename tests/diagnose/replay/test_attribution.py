@@ -1,7 +1,5 @@
 """The search for techniques, over steps whose badness is a rule of which techniques are on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 
 import pytest

@@ -1,7 +1,5 @@
 """A capture that somebody made by hand: it runs nothing, and writes nowhere but into its folder."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """job=replay from end to end: what it says and advises, what it leaves behind, and its script."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

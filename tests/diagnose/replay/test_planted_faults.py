@@ -1,7 +1,5 @@
 """The module that makes the first NaN or Inf is the one named, in forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

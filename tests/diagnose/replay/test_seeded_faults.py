@@ -3,8 +3,6 @@
 Each row is one run. All are survived: the run ends as it was meant to, with finite weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

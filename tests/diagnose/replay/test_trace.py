@@ -1,7 +1,5 @@
 """A fault in a real run is traced to its module, its operation and its line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`optimization=auto` in real runs: what it chooses is kept, taken again, and ended cleanly."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

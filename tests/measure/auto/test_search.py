@@ -1,7 +1,5 @@
 """`optimization=auto`: what is chosen, what must never be, and what stays without a decision."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Collection, Mapping

@@ -1,7 +1,5 @@
 """What is typed for an arm becomes a config; what cannot be compared is refused at once."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """What each technique is worth, recovered from planted effects."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A benchmark from its arms to its result, with processes of planted times."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """job=benchmark with real processes: rows, files, exit codes, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`benchmark_optimizations`: live models and data, in processes of their own."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from dataclasses import dataclass

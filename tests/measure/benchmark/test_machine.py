@@ -1,7 +1,5 @@
 """The load of the machine during a turn: others' work apart from ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Parity of arms, in a process that may come to harm: a verdict, or why there is none."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Compared with a stored result: what is worse is a regression, and noise is not."""
 
-from __future__ import annotations
-
 import random
 import re
 from copy import deepcopy

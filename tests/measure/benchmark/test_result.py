@@ -1,7 +1,5 @@
 """A result survives its file, and a file that is damaged says where."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The benchmarks in scripts/; bench_claims.py compares claims by whole intervals."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What an arm's process is asked to train, and the checks that it trains at all."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """However an arm ends, it costs itself alone, and nothing of it is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Arms in processes of their own: one works at a time, and none outlives its pool."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal

@@ -1,7 +1,5 @@
 """What is compared with what: the parts of the verdict, with numbers made by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Every planted fault is caught, and nothing that is right is called wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Techniques that are right pass, and mutants of them fail with the tensor they went wrong at."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """verify.what=distributed passes what is right, and names what is not by the first value of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

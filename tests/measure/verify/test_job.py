@@ -1,7 +1,5 @@
 """job=verify shows its result on the terminal, in verify.json and by its exit code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

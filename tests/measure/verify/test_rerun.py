@@ -1,7 +1,5 @@
 """verify.what=run: a recorded run comes out again, or what has changed since then is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that continues in the same bits, and one that does not."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Iterator

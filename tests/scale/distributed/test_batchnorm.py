@@ -1,7 +1,5 @@
 """BatchNorm over several processes is BatchNorm over the whole batch. Each process is a thread."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

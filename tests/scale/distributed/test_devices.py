@@ -1,7 +1,5 @@
 """Which GPU a process of several trains on. The GPUs are simulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 The runs of a module's cases are made one after another by processes that are started once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """What the summary of a distributed run and its debug tools say of its processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """scripts/plan_scale.py, alone and against runs that send, keep and write real bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """distributed=fsdp: the numbers of one process, and checkpoints that any number of them reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

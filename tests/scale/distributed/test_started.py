@@ -1,7 +1,5 @@
 """Processes that torchrun has started: they are one run, or the mistake is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Several processes read a stream without doubles, and go on where each of them was."""
 
-from __future__ import annotations
-
 import pytest
 
 from runner.core import fork_server

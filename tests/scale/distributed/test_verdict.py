@@ -1,7 +1,5 @@
 """What ends a run is the cause of its processes' ends rather than what followed."""
 
-from __future__ import annotations
-
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 

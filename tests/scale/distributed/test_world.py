@@ -1,7 +1,5 @@
 """What processes send to each other as Python objects has no tensors of a device."""
 
-from __future__ import annotations
-
 from collections import defaultdict, namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Launchers of clusters: what has to be there before a sweep starts."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path

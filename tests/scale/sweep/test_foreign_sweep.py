@@ -1,7 +1,5 @@
 """A folder that somebody handed over is gone on with, and nothing is changed outside of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Jobs that are forked come out as spawned ones do."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Jobs that run at the same time are spread over the GPUs. The GPUs are simulated."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

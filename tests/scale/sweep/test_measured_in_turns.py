@@ -1,7 +1,5 @@
 """A sweep over modes ends with its configurations measured in turns, by the benchmark's parts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

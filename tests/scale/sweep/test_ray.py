@@ -3,8 +3,6 @@
 Some minutes: a cluster takes ten seconds to start.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

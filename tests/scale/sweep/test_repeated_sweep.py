@@ -1,7 +1,5 @@
 """A finished sweep: what runs once more when the command, the record or the folder changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

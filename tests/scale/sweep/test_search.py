@@ -1,7 +1,5 @@
 """A search of hyper-parameters: the study that processes share, and searches as people start."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

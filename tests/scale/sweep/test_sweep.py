@@ -1,7 +1,5 @@
 """A sweep whose jobs end in every way, and then the same command again; other launchers."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is left behind: damaged records survived, jobs whose files have changed, job contexts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
