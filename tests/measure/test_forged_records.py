@@ -15,7 +15,6 @@ from runner.core.record.console import print_stdout
 from runner.core.record.summary import Summary
 from runner.measure import table
 from runner.measure.discover import compare_folders
-from runner.report import main
 from tests.measure.planted import job, run, sweep, technique
 
 LINE = "FORGED: all is well"
@@ -75,13 +74,3 @@ def test_a_record_of_which_any_value_or_key_is_forged_is_shown_as_text(record, t
             print_stdout(report.RunSummaryTable(summary, folder / "2"), crop=False)
         count += "evil" in printed(capsys)
     assert count > 3  # or nothing of it was shown at all
-
-
-def test_headings_and_names_of_folders_are_shown_as_text(tmp_path, capsys):
-    name = f"val/{HOSTILE}"
-    outer = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
-    for number in range(2):
-        run(outer / f"{number}\x1b[31m", [f"seed={number}"], metrics={name: 0.9}, monitor=name)
-    assert main([str(outer)]) == 0
-    shown = printed(capsys)
-    assert "val/evil\\x1b[2J" in shown and "comparison evil\\x1b[2J" in shown
