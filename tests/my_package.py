@@ -7,7 +7,7 @@ import random
 import signal
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,25 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Computed(nn.Module):
+    """Parts by name, and a function of the module itself and its inputs."""
+
+    def __init__(self, compute: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.compute(self, *inputs)
+
+
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """An autograd function of these two, applied."""
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Planted", (torch.autograd.Function,), parts).apply
 
 
 class Noisy:

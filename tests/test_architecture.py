@@ -1,14 +1,12 @@
 """The house keeps its shape: what imports what, what does without torch, what explains itself."""
 
-from __future__ import annotations
-
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+
+from tests.runs import python
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -100,7 +98,7 @@ def _module(package: str, name: str) -> str:
     return f"{package}.{name}" if below.exists() else package
 
 
-def test_a_room_imports_only_what_the_table_allows() -> None:
+def test_a_room_imports_only_what_the_table_allows():
     found = set()
     for module, path in modules().items():
         room = module.split(".")[0]
@@ -111,7 +109,7 @@ def test_a_room_imports_only_what_the_table_allows() -> None:
     assert sorted(found) == []
 
 
-def test_the_core_imports_only_lower_layers() -> None:
+def test_the_core_imports_only_lower_layers():
     found = set()
     for module, path in modules().items():
         for target in imported(ast.parse(path.read_text())):
@@ -124,7 +122,7 @@ def test_the_core_imports_only_lower_layers() -> None:
     assert sorted(found) == []
 
 
-def test_no_circle_of_imports_and_two_small_ones_within_functions() -> None:
+def test_no_circle_of_imports_and_two_small_ones_within_functions():
     for lazy, circles in ((False, []), (True, LAZY_CIRCLES)):
         arrows: dict[str, set[str]] = {}
         for module, path in modules().items():
@@ -134,7 +132,7 @@ def test_no_circle_of_imports_and_two_small_ones_within_functions() -> None:
         assert circles_of(arrows) == circles
 
 
-def test_types_close_circles_of_few_modules_of_the_core() -> None:
+def test_types_close_circles_of_few_modules_of_the_core():
     arrows = {}
     for module, path in modules().items():
         tree = ast.parse(path.read_text())
@@ -162,7 +160,7 @@ def circles_of(arrows: dict[str, set[str]]) -> list[set[str]]:
     return sorted(map(set, sets), key=min)
 
 
-def test_few_modules_outside_of_scale_name_the_processes_of_a_run() -> None:
+def test_few_modules_outside_of_scale_name_the_processes_of_a_run():
     lines = [
         module
         for module, path in modules().items()
@@ -173,25 +171,16 @@ def test_few_modules_outside_of_scale_name_the_processes_of_a_run() -> None:
     assert len(set(lines)) <= 10
 
 
-def test_checking_a_config_imports_no_torch() -> None:
+def test_checking_a_config_imports_no_torch():
     names = [m for m in modules() if any(fnmatch(m, pattern) for pattern in TORCH_FREE)]
-    expected = {
-        "cli.__init__",
-        "core.config.run_config",
-        "core.interfaces.run",
-        "core.schemas.data",
-    }
-    assert expected <= set(names)
+    assert {"cli.__init__", "core.config.run_config", "core.schemas.data"} <= set(names)
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
     code += "    assert 'torch' not in sys.modules, name + ' imports torch'\n"
-    dotted = [f"runner.{m}".removesuffix(".__init__") for m in names]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *dotted], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", code, *(f"runner.{m}".removesuffix(".__init__") for m in names))
     assert done.returncode == 0, done.stderr
 
 
-def test_every_config_file_begins_by_saying_what_it_is_for() -> None:
+def test_every_config_file_begins_by_saying_what_it_is_for():
     files = sorted((ROOT / "conf").rglob("*.yaml"))
     assert files
     assert [p.name for p in files if not p.read_text().startswith("#")] == []
@@ -238,7 +227,7 @@ WRITERS_BY_NAME = {
 }
 
 
-def test_files_are_written_by_the_functions_that_follow_no_link() -> None:
+def test_files_are_written_by_the_functions_that_follow_no_link():
     wrong, used = [], dict[str, set[str]]()
     for module, path in modules().items():
         for name, node in writing_calls(ast.parse(path.read_text())):
@@ -258,8 +247,7 @@ def writing_calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
             continue
-        text = ast.unparse(node.func)
-        owner, _, name = text.rpartition(".")
+        owner, _, name = ast.unparse(node.func).rpartition(".")
         if owner == "storage" or owner.endswith(("buffers", "frozen", "checkpointer")):
             continue  # ours
         if name == "open" and _opens_to_write(node, owner):

@@ -1,7 +1,5 @@
 """No config key goes without a line in CHANGELOG.md that says what to do instead."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from runner.core.config.run_config import WrittenConfig
 TESTS = Path(__file__).parent
 
 
-def test_each_earlier_key_exists_or_stands_in_the_changelog_under_removed() -> None:
+def test_each_earlier_key_exists_or_stands_in_the_changelog_under_removed():
     """`earlier_keys.txt` has the keys of `--cfg job` of 2026-11-21 and later, without groups."""
     earlier = (TESTS / "earlier_keys.txt").read_text().split()
     keys = WrittenConfig(compose([])).flat().keys()

@@ -1,18 +1,15 @@
 """Each example runs as a script, in an empty folder, and comes to what it says."""
 
-from __future__ import annotations
-
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import runs
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -21,20 +18,13 @@ NOTEBOOK = ROOT / "examples" / "first_steps.ipynb"
 
 def ran(name: str, folder: Path) -> str:
     script, *arguments = name.split(" ")
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = runs.python(str(ROOT / "examples" / script), *arguments, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in folder.iterdir()} <= {"outputs"}  # nothing else is left
     return done.stdout
 
 
-def test_the_list_of_examples_is_complete_and_they_are_short() -> None:
+def test_the_list_of_examples_is_complete_and_they_are_short():
     listed = re.findall(r"`(\w+\.py)`", (ROOT / "examples/README.md").read_text())
     assert sorted(listed) == [path.name for path in EXAMPLES] and len(listed) == 4
     for path in EXAMPLES:
@@ -43,13 +33,13 @@ def test_the_list_of_examples_is_complete_and_they_are_short() -> None:
         assert ast.get_docstring(ast.parse(source))
 
 
-def test_a_table_becomes_predictions_that_know_size_and_city(tmp_path: Path) -> None:
+def test_a_table_becomes_predictions_that_know_size_and_city(tmp_path):
     lines = ran("table_to_predictions.py", tmp_path).splitlines()
     genf, chur, _ = (int(line.rpartition(" ")[2]) for line in lines[-3:])
     assert 950 < genf < 1450 and 400 < chur < 800
 
 
-def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine() -> None:
+def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine():
     text = NOTEBOOK.read_text()
     assert len(text.encode()) <= 60_000 and not re.search(r"/(work|tmp|home)/", text)
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -59,7 +49,7 @@ def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path: Path) -> None:
+def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path):
     copy = tmp_path / "outputs" / NOTEBOOK.name
     copy.parent.mkdir()
     shutil.copy(NOTEBOOK, copy)
@@ -77,7 +67,7 @@ def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path: Path) -> None:
+def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path):
     python, metrics = (
         re.findall(r"```python\n(.*?)```", (ROOT / f"docs/how-to/{page}.md").read_text(), re.S)
         for page in ("use-from-python", "metrics-of-your-own")
@@ -88,13 +78,7 @@ def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path: Path) -> No
     asked = ["objective.metrics=[my_metrics.top3]", "security.trusted=[my_metrics]"]
     runner = ["-m", "runner", "training.steps=20", *asked, "training.monitor=val/top3"]
     for arguments, shown in ((["page.py"], r"0\.\d+"), (runner, "val/top3")):
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-        )
+        done = runs.python(*arguments, folder=tmp_path)
         assert done.returncode == 0, done.stderr
         assert re.search(shown, done.stdout)
 
@@ -108,14 +92,14 @@ def outputs(path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path: Path) -> None:
+def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path):
     said = ran("own_loop.py", tmp_path)
     found = re.fullmatch(r"accuracy (0\.\d+|1\.000) after \d+ steps, 1 of them skipped\n", said)
     assert found and float(found[1]) > 0.9
 
 
 @pytest.mark.slow
-def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path: Path) -> None:
+def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path):
     first, *techniques = ran("own_model_and_loss.py", tmp_path).splitlines()
     loss, folder = first.split()
     assert float(loss) < 0.1
@@ -124,6 +108,6 @@ def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_its_rows_and_its_page(tmp_path: Path) -> None:
+def test_a_sweep_ends_with_its_rows_and_its_page(tmp_path):
     *_, page = ran("sweep_and_page.py", tmp_path).splitlines()
     assert (tmp_path / page).read_text().startswith("<!doctype html>")

@@ -1,9 +1,7 @@
 """Each line of the hot path that may wait for the device says why, and the docs list them."""
 
-from __future__ import annotations
-
-import importlib.util
-from types import ModuleType
+import runpy
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,16 +9,11 @@ from tests.test_architecture import ROOT
 
 
 @pytest.fixture(scope="module")
-def script() -> ModuleType:
-    file = ROOT / "scripts" / "host_sync_docs.py"
-    spec = importlib.util.spec_from_file_location("host_sync_docs", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "scripts" / "host_sync_docs.py")))
 
 
-def test_every_possible_host_read_in_the_hot_path_says_why(script: ModuleType) -> None:
+def test_every_possible_host_read_in_the_hot_path_says_why(script):
     silent = [
         f"{file.relative_to(ROOT)}:{number} needs `# host sync: why`, or `# host sync: none, why`"
         for file in script.hot_files()
@@ -33,18 +26,12 @@ def test_every_possible_host_read_in_the_hot_path_says_why(script: ModuleType) -
 @pytest.mark.parametrize(
     "line",
     [
-        "x = flag.item()",
-        "rows = table.tolist()",
-        "copy = loss.cpu()",
-        "where = mask.nonzero()",
-        "weight = torch.tensor(weight, device=device)",
-        "value = float(loss)",
-        "number = int(total.sum())",
-        "if bool(flags[0]): pass",
-        "device.synchronize()",
+        *("x = flag.item()", "rows = table.tolist()", "copy = loss.cpu()", "value = float(loss)"),
+        *("where = mask.nonzero()", "weight = torch.tensor(weight, device=device)"),
+        *("number = int(total.sum())", "if bool(flags[0]): pass", "device.synchronize()"),
     ],
 )
-def test_a_line_that_reads_the_device_needs_a_reason(script: ModuleType, line: str) -> None:
+def test_a_line_that_reads_the_device_needs_a_reason(script, line):
     assert script.undocumented(f"first = 1\n{line}\n") == [2]
     assert not script.undocumented(f"{line}  # host sync: at the end\n")
     assert not script.undocumented(f"# host sync: none, a list\n{line}\n")
@@ -52,7 +39,7 @@ def test_a_line_that_reads_the_device_needs_a_reason(script: ModuleType, line: s
     assert script.undocumented(f"{line}  # host sync:\n") == [1]
 
 
-def test_the_table_of_host_waits_in_the_docs_is_made_from_the_comments(script: ModuleType) -> None:
+def test_the_table_of_host_waits_in_the_docs_is_made_from_the_comments(script):
     stale = "docs/host_waits.md is stale: run python scripts/host_sync_docs.py"
     assert script.TARGET.read_text() == script.page(), stale
     assert "optim.gradients.coalesced_gradients" in script.table()

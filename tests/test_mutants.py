@@ -1,13 +1,8 @@
 """The list of planted breaks fits the code; that each is caught is shown by scripts/nightly."""
 
-from __future__ import annotations
-
-import subprocess
-import sys
-from pathlib import Path
+from tests.runs import python
 
 
-def test_every_planted_break_has_its_text_once_and_its_tests() -> None:
-    script = Path(__file__).parents[1] / "scripts" / "mutants.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+def test_every_planted_break_has_its_text_once_and_its_tests():
+    done = python("scripts/mutants.py", "--check")
     assert done.returncode == 0, done.stdout

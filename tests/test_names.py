@@ -1,7 +1,5 @@
 """Names of modules, classes and public functions are the field's terms, each with one meaning."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict
@@ -31,7 +29,7 @@ def definitions() -> list[tuple[str, str, bool]]:
     return rows
 
 
-def test_names_are_terms_of_the_field() -> None:
+def test_names_are_terms_of_the_field():
     denied = [
         f"{place}: {name}"
         for place, name, _ in definitions()
@@ -40,10 +38,9 @@ def test_names_are_terms_of_the_field() -> None:
     assert not denied, "\n".join(denied)
 
 
-def test_no_two_classes_share_a_name() -> None:
+def test_no_two_classes_share_a_name():
     places = defaultdict(list)
     for place, name, is_class in definitions():
         if is_class:
             places[name].append(place)
-    shared = {name: where for name, where in places.items() if len(where) > 1}
-    assert not shared
+    assert not {name: where for name, where in places.items() if len(where) > 1}

@@ -1,7 +1,5 @@
 """The runner starts from a checkout, from any folder, and from an installed wheel."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -10,6 +8,7 @@ import sys
 import sysconfig
 import tomllib
 import venv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import ZipFile
@@ -23,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 
 
-def output(command: list[str], cwd: Path) -> str:
+def output(command: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> str:
     """What a command prints; the test fails, showing all it said, when the command does."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -90,7 +89,7 @@ def composed() -> str:
     return output([sys.executable, "-m", "runner", "--cfg", "job"], cwd=ROOT)
 
 
-def test_the_wheel_holds_every_module_data_file_and_config_file(wheel: Path) -> None:
+def test_the_wheel_holds_every_module_data_file_and_config_file(wheel):
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "runner").rglob("*")
@@ -105,7 +104,7 @@ def test_the_wheel_holds_every_module_data_file_and_config_file(wheel: Path) -> 
     assert names == package | conf
 
 
-def test_messages_name_the_distribution_and_extras_that_exist() -> None:
+def test_messages_name_the_distribution_and_extras_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION != "runner"  # which is somebody else's on the index
     sources = [*(ROOT / "runner").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
@@ -135,17 +134,16 @@ def _torch_wheel(folder: Path, version: str) -> None:
     folder.mkdir(exist_ok=True)
     about = f"torch-{version}.dist-info"
     with ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(
-            f"{about}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
-        )
-        wheel.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{about}/RECORD", "")
+        for name, text in {
+            "METADATA": f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n",
+            "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+            "RECORD": "",
+        }.items():
+            wheel.writestr(f"{about}/{name}", text)
 
 
 @pytest.mark.slow
-def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path: Path) -> None:
+def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path):
     _torch_wheel(tmp_path / "plain", "2.13.0")
     _torch_wheel(tmp_path / "cpu", "2.13.0+cpu")
     for name, settings, expected in (
@@ -162,18 +160,11 @@ def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path
             '[project]\nname = "thing"\nversion = "1.0"\ndependencies = ["torch>=2.11"]\n'
         )
         script = f"set -eu; . {root}/scripts/setup.sh; set_up"
-        done = subprocess.run(
-            ["bash", "-c", script],
-            env=os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": settings},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert f"setup: installed torch {expected}\n" in done.stdout
-        assert "several GB" not in done.stdout  # pip has a place of its own to look at
-        assert "setup: choosing versions" in done.stdout
-        assert "setup: unpacking 2 packages" in done.stdout
+        variables = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": settings}
+        said = output(["bash", "-c", script], ROOT, variables)
+        assert f"setup: installed torch {expected}\n" in said
+        assert "several GB" not in said  # pip has a place of its own to look at
+        assert "setup: choosing versions" in said and "setup: unpacking 2 packages" in said
 
 
 PIP_LINES = """\
@@ -190,7 +181,7 @@ Successfully installed torch-2.13.0
 """
 
 
-def test_set_up_says_what_takes_time() -> None:
+def test_set_up_says_what_takes_time():
     script = f". {ROOT}/scripts/setup.sh; summarise_pip"
     done = subprocess.run(
         ["bash", "-c", script], input=PIP_LINES, capture_output=True, text=True, check=True
@@ -202,9 +193,7 @@ def test_set_up_says_what_takes_time() -> None:
     ]
 
 
-def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(
-    tmp_path: Path,
-) -> None:
+def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ERROR: no space' >&2\nexit 3\n")
     python.chmod(0o755)
@@ -213,15 +202,8 @@ def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(
     assert (done.returncode, done.stderr) == (3, "ERROR: no space\n")
 
 
-def test_a_checkout_needs_no_installation(composed: str) -> None:
-    assert "optimization" in output([sys.executable, "-m", "runner", "--help"], cwd=ROOT)
-    assert "training:" in composed
-
-
 @pytest.mark.parametrize("kind", ["installed", "editable"])
-def test_an_installation_works_from_any_folder(
-    kind: str, composed: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_an_installation_works_from_any_folder(kind, composed, tmp_path, request):
     here: Installation = request.getfixturevalue(kind)
     python, script = str(here.python), str(here.script)
 
@@ -235,12 +217,6 @@ def test_an_installation_works_from_any_folder(
 
     assert output([python, "-m", "runner", "--cfg", "job"], cwd=tmp_path) == composed
     assert list(tmp_path.iterdir()) == []  # looking writes nothing
-
-
-@pytest.mark.slow
-def test_the_installed_wheel_trains(installed: Installation, tmp_path: Path) -> None:
-    output([str(installed.script), "-m", "training.steps=2"], cwd=tmp_path)  # finds its launcher
-    assert list(tmp_path.glob("outputs/sweeps/*/*/0/summary.json"))
 
 
 QUICK = "device=cpu device.threads=1 monitoring.progress=false training.steps=12 name=mine "
@@ -265,9 +241,7 @@ JOBS = (  # what is typed after `runner`, a file that it leaves, and what it say
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_does_every_job_in_a_folder_of_its_own(
-    installed: Installation, tmp_path: Path
-) -> None:
+def test_the_installed_wheel_does_every_job_in_a_folder_of_its_own(installed, tmp_path):
     rows = [f"{i % 7},{i % 3},{'no' if i % 7 < 4 else 'yes'}\n" for i in range(120)]
     (tmp_path / "t.csv").write_text("a,b,y\n" + "".join(rows))
     (tmp_path / "new.csv").write_text("a,b\n1,2\n6,0\n")

@@ -1,7 +1,5 @@
 """`scripts/release` builds nothing without a tag; `scripts/screenshots` draws what was printed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -23,13 +21,9 @@ GIT = ["git", "-c", "user.name=n", "-c", "user.email=e@x"]
 
 
 def release(root: Path, *typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", root / "scripts/release", *typed],
-        env=os.environ | {"PYTHON": sys.executable} | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    environment = os.environ | {"PYTHON": sys.executable} | variables
+    command = ["bash", root / "scripts/release", *typed]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def commit(root: Path) -> None:
     git(root, "commit", "-qm", "x", "--no-gpg-sign")
 
 
-def test_a_release_needs_a_clean_tree_the_tag_of_its_version_and_a_heading(checkout: Path) -> None:
+def test_a_release_needs_a_clean_tree_the_tag_of_its_version_and_a_heading(checkout):
     git(checkout, "tag", "v0.0.1")
     assert f"no tag v{__version__}" in release(checkout).stderr
     git(checkout, "tag", f"v{__version__}")
@@ -74,13 +68,10 @@ def test_a_release_needs_a_clean_tree_the_tag_of_its_version_and_a_heading(check
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["", "conf/schedule/cosine.yaml"])
-def test_a_rehearsal_proves_the_wheel_by_the_demo_in_an_empty_folder(
-    tmp_path: Path, missing: str
-) -> None:
+def test_a_rehearsal_proves_the_wheel_by_the_demo_in_an_empty_folder(tmp_path, missing):
     root = tmp_path / "checkout"
     for name in ("runner", "conf", "scripts"):
-        skip = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, root / name, ignore=skip)
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, root)
     if missing:
@@ -108,7 +99,7 @@ def screenshots() -> ModuleType:
     return module
 
 
-def test_the_picture_of_a_run_is_its_end_table_with_colours(screenshots: ModuleType) -> None:
+def test_the_picture_of_a_run_is_its_end_table_with_colours(screenshots):
     printed = (
         "\x1b[?25lstep 5\r\n\x1b[1A\x1b[2Kresult of a check\r\n\x1b[1;36mresult\x1b[0m\r\n"
         "  val/accuracy  \x1b[32m0.9875\x1b[0m\r\n\r\n"
@@ -120,7 +111,7 @@ def test_the_picture_of_a_run_is_its_end_table_with_colours(screenshots: ModuleT
     assert "font-face" not in svg and "\x1b" not in svg  # nothing from the net
 
 
-def test_the_readme_begins_with_pictures_of_at_most_300_kb_in_all(screenshots: ModuleType) -> None:
+def test_the_readme_begins_with_pictures_of_at_most_300_kb_in_all(screenshots):
     head = "\n".join((ROOT / "README.md").read_text().splitlines()[:8])
     pictures = list(IMAGES.iterdir())
     assert {path.name for path in pictures} == {"end-of-run.svg", "comparison.png"}

@@ -1,11 +1,7 @@
 """Earlier names of modules, the table by which rooms reach each other, and a missing room."""
 
-from __future__ import annotations
-
-import os
 import shutil
 import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,22 +9,23 @@ from pathlib import Path
 import pytest
 
 from runner import rooms
+from tests.runs import python
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("earlier", rooms.MOVED)
-def test_a_module_has_its_earlier_name_too(earlier: str) -> None:
+def test_a_module_has_its_earlier_name_too(earlier):
     assert import_module(earlier) is import_module(rooms.MOVED[earlier])
 
 
-def test_only_earlier_names_in_the_list_are_forwarded() -> None:
+def test_only_earlier_names_in_the_list_are_forwarded():
     assert find_spec("runner.objectives") is not None
     assert find_spec("runner.objectives.classification") is None
     assert find_spec("runner.training") is None
 
 
-def test_replay_step_has_its_earlier_name_too() -> None:
+def test_replay_step_has_its_earlier_name_too():
     from runner.library.stability import replay_step as earlier  # type: ignore[import-not-found]
 
     from runner.diagnose.replay.step import replay_step
@@ -37,50 +34,35 @@ def test_replay_step_has_its_earlier_name_too() -> None:
 
 
 @pytest.mark.parametrize("kind, name", [(k, name) for k, v in rooms.NAMES.items() for name in v])
-def test_every_name_of_the_table_is_found(kind: str, name: str) -> None:
+def test_every_name_of_the_table_is_found(kind, name):
     assert callable(rooms.find(kind, name))
 
 
 @pytest.mark.parametrize(
     "room, typed, needed_by",
     [
-        ("scan", ["job=scan", "scan.path=x"], "job=scan"),
-        ("measure", ["job=benchmark"], "job=benchmark"),
-        pytest.param(
-            "datasets",
-            ["data=tabular", "data.path=x.csv", "data.target=y"],
-            "data=tabular",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("diagnose", ["job=doctor"], "job=doctor", marks=pytest.mark.slow),
-        pytest.param("scale", ["distributed=ddp"], "distributed=ddp", marks=pytest.mark.slow),
-        pytest.param("scale", ["-m", "seed=1,2"], "a sweep (-m)", marks=pytest.mark.slow),
-        pytest.param(
-            "loops",
-            ["-m", "optimization=none,basic", "sweep.benchmark_s=1", "training.steps=2"],
-            "",
-            marks=pytest.mark.slow,
-        ),
+        ("scan", "job=scan scan.path=x", "job=scan"),
+        ("measure", "job=benchmark", "job=benchmark"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (
+            ("datasets", "data=tabular data.path=x.csv data.target=y", "data=tabular"),
+            ("diagnose", "job=doctor", "job=doctor"),
+            ("scale", "distributed=ddp", "distributed=ddp"),
+            ("scale", "-m seed=1,2", "a sweep (-m)"),
+            ("loops", "-m optimization=none,basic sweep.benchmark_s=1 training.steps=2", ""),
+        )),
     ],
-)
-def test_a_missing_room_is_named_and_the_rest_works(
-    room: str, typed: list[str], needed_by: str, tmp_path: Path
-) -> None:
-    shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    shutil.copytree(
-        ROOT / "runner", tmp_path / "runner", ignore=shutil.ignore_patterns("__pycache__")
-    )
+)  # fmt: skip
+def test_a_missing_room_is_named_and_the_rest_works(room, typed, needed_by, tmp_path):
+    for name in ("conf", "runner"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(tmp_path / "runner" / room)
     (tmp_path / "x.csv").write_text("a,y\n" + "".join(f"{i},{i % 2}\n" for i in range(40)))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-P", "-m", "runner", "device=cpu", *overrides]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        command = ("-P", "-m", "runner", "device=cpu", *overrides)
+        return python(*command, folder=tmp_path, PYTHONPATH=str(tmp_path))
 
-    refused = run(*typed)
+    refused = run(*typed.split())
     if needed_by:
         assert refused.returncode == 2
         assert refused.stderr.splitlines()[-1].endswith(f"{needed_by} needs runner.{room}")

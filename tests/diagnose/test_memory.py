@@ -1,10 +1,7 @@
 """Peaks of phases, leaks and a table, for a loop that is not ours."""
 
-from __future__ import annotations
-
 import mmap
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -27,7 +24,7 @@ def hold(mib: int) -> None:
     del block
 
 
-def test_the_address_space_of_the_process_and_what_is_swapped_out(memory: Memory) -> None:
+def test_the_address_space_of_the_process_and_what_is_swapped_out(memory):
     before, size = memory.stats(), 512 * MIB
     assert before.virtual == pytest.approx(psutil.Process().memory_info().vms, rel=0.02)
     assert before.virtual > before.process and before.swap >= 0
@@ -38,7 +35,7 @@ def test_the_address_space_of_the_process_and_what_is_swapped_out(memory: Memory
     assert any(line.startswith("virtual ") for line in str(memory).splitlines())
 
 
-def test_stats_are_plain_numbers_that_fit_together(memory: Memory) -> None:
+def test_stats_are_plain_numbers_that_fit_together(memory):
     stats = memory.stats()
     assert 0 < stats.process <= stats.peak_process + MIB
     assert 0 < stats.available < stats.limit and stats.limited_by
@@ -46,7 +43,7 @@ def test_stats_are_plain_numbers_that_fit_together(memory: Memory) -> None:
 
 
 @pytest.mark.skipif(not device_memory.reset_peak(), reason="the mark cannot be restarted here")
-def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memory: Memory) -> None:
+def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memory):
     for size in (20, 90, 40):
         with memory.track("epoch"), memory.track("evaluate"):
             hold(size)
@@ -59,22 +56,17 @@ def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memor
     assert epoch.peak_process >= evaluate.peak_process
     assert memory.phases["save"].added_process < 20 * MIB
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(20):
             with memory.track("save"):
                 hold(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert memory.phases["save"].times == 83
 
 
-def test_a_leak_in_a_loop_is_reported_and_none_in_a_healthy_loop(
-    memory: Memory, mapped: Callable[[int], mmap.mmap]
-) -> None:
+def test_a_leak_in_a_loop_is_reported_and_none_in_a_healthy_loop(memory, mapped):
     healthy = Memory("cpu")
     for step in range(1, 501):
         hold(1)
@@ -90,7 +82,7 @@ def test_a_leak_in_a_loop_is_reported_and_none_in_a_healthy_loop(
     assert "a leak: growing" in str(memory) and "too few samples" not in str(healthy)
 
 
-def test_clear_gives_back_what_only_garbage_held(memory: Memory) -> None:
+def test_clear_gives_back_what_only_garbage_held(memory):
     ring: list[object] = [bytearray(b"x") * (64 * MIB)]
     ring.append(ring)
     del ring
@@ -98,18 +90,18 @@ def test_clear_gives_back_what_only_garbage_held(memory: Memory) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_an_error_at_once() -> None:
+def test_a_device_that_is_not_there_is_an_error_at_once():
     with pytest.raises(DeviceError):
         Memory("cuda")
 
 
-def test_a_step_that_is_no_number_is_refused(memory: Memory) -> None:
+def test_a_step_that_is_no_number_is_refused(memory):
     with pytest.raises(UsageError, match="Memory.sample: step must be a whole number ≥ 0, got 'a'"):
         memory.sample("a")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_phase_has_the_peak_of_its_tensors() -> None:
+def test_on_a_gpu_a_phase_has_the_peak_of_its_tensors():
     memory = Memory("cuda")
     with memory.track("big"):
         torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")

@@ -1,11 +1,8 @@
 """`safe_inference` and `check_model`: checked answers of a model, and faults of the model."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-import sys
 from typing import Any
 
 import pytest
@@ -14,7 +11,6 @@ from torch import Tensor, nn
 
 from runner import check_model, optimize, safe_inference
 from runner.core.errors import OutOfMemory, UsageError
-from tests import runs
 
 
 class Large(nn.Module):
@@ -40,7 +36,7 @@ class Broken(nn.Module):
         return y, torch.arange(len(x))
 
 
-def test_the_output_is_the_models_in_eval_mode_without_gradients(net: nn.Module) -> None:
+def test_the_output_is_the_models_in_eval_mode_without_gradients(net):
     net[2].eval()
     modes = [m.training for m in net.modules()]
     x = torch.randn(6, 64)
@@ -55,7 +51,7 @@ def test_the_output_is_the_models_in_eval_mode_without_gradients(net: nn.Module)
 
 
 @pytest.mark.parametrize("shape", ["tensor", "tuple", "dict"])
-def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(shape: str) -> None:
+def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(shape):
     model, x, scale = Large(3), torch.randn(11, 4), torch.tensor([1.0, 2.0, 3.0])
     batch: Any = {"tensor": x, "tuple": (x, scale), "dict": {"x": x, "scale": scale}}[shape]
     result = safe_inference(model, batch)
@@ -73,7 +69,7 @@ def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(sh
         safe_inference(model, batch)
 
 
-def test_non_finite_values_are_counted_by_tensor_and_replaced() -> None:
+def test_non_finite_values_are_counted_by_tensor_and_replaced():
     x = torch.randn(4, 4)
     x[3, 3] = math.nan
     result = safe_inference(Broken(), x, nan=-1.0, inf=9.0)
@@ -85,13 +81,12 @@ def test_non_finite_values_are_counted_by_tensor_and_replaced() -> None:
         "inputs: 1 NaN of 16 values",
         "output[0]: 2 NaN and 2 Inf of 16 values",
     ]
-    largest = safe_inference(Broken(), x).output[0][1, 1]
-    assert largest == torch.finfo(torch.float32).max
+    assert safe_inference(Broken(), x).output[0][1, 1] == torch.finfo(torch.float32).max
     kept = safe_inference(Broken(), x, sanitise=False)
     assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
 
 
-def test_random_states_and_modes_are_as_before_also_after_an_error() -> None:
+def test_random_states_and_modes_are_as_before_also_after_an_error():
     error = ValueError("my own mistake")
 
     class Drawing(nn.Module):
@@ -112,7 +107,7 @@ def test_random_states_and_modes_are_as_before_also_after_an_error() -> None:
     assert model.training
 
 
-def test_an_optimized_model_answers_under_its_techniques(net: nn.Module) -> None:
+def test_an_optimized_model_answers_under_its_techniques(net):
     x = torch.randn(8, 64)
     expected = safe_inference(net, x).output
     bf16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
@@ -125,7 +120,7 @@ def test_an_optimized_model_answers_under_its_techniques(net: nn.Module) -> None
     assert net.training
 
 
-def test_a_mistake_names_the_argument(net: nn.Module) -> None:
+def test_a_mistake_names_the_argument(net):
     x: Any = torch.randn(2, 64)
     for arguments, options, message in (
         ((torch.relu, x), {}, "model must be a torch.nn.Module, got a builtin"),
@@ -139,43 +134,12 @@ def test_a_mistake_names_the_argument(net: nn.Module) -> None:
         check_model(torch.relu)  # type: ignore[arg-type]
 
 
-# under a real limit, in a process of its own
-
-LIMITED = """
-import json, resource, sys, torch
-from torch import nn
-from runner import safe_inference
-from runner.core.device import memory
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(256, 8192), nn.ReLU(), nn.Linear(8192, 16), nn.Linear(16, 4))
-x = torch.randn(8192, 256)
-model(x[:64])  # threads and libraries are there before the limit
-whole = safe_inference(model, x)
-with open("/proc/self/statm") as file:
-    held = int(file.read().split()[0]) * memory.PAGE
-resource.setrlimit(resource.RLIMIT_AS, (held + (320 << 20), resource.RLIM_INFINITY))
-results = [whole, safe_inference(model, x)]
-print(json.dumps([[r.ok, r.pieces, r.output.double().sum().item(), r.problems] for r in results]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
-def test_a_batch_larger_than_the_limit_is_answered_in_pieces() -> None:
-    done = runs.python("-c", LIMITED)
-    assert done.returncode == 0, done.stderr
-    whole, limited = json.loads(done.stdout.splitlines()[-1])
-    assert whole[:2] == [True, 1] and whole[3] == []
-    assert limited[0] and limited[1] > 1 and "out of memory with 8192 samples" in limited[3][0]
-    assert limited[2] == pytest.approx(whole[2], rel=1e-5)
-
-
 # -- the model itself ------------------------------------------------------------------------------
 
 
 def test_a_sound_model_is_ok_and_outputs_for_the_probes_that_are_not_finite_are_a_fault(
-    net: nn.Module, digits: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> None:
+    net, digits
+):
     report = check_model(net, digits[1][0][:64])
     assert report.ok and report.reasons == []
     assert report.facts["parameters"] == sum(p.numel() for p in net.parameters())
@@ -185,7 +149,7 @@ def test_a_sound_model_is_ok_and_outputs_for_the_probes_that_are_not_finite_are_
     assert reason.code == "outputs.not_finite" and reason.evidence.endswith("of 80 values")
 
 
-def test_a_report_prints_one_line_a_finding(net: nn.Module) -> None:
+def test_a_report_prints_one_line_a_finding(net):
     net[1].weight.data[3, 5] = math.nan
     net.register_buffer("<script>\n|x", torch.tensor([math.inf, 0.0]))
     report = check_model(net)

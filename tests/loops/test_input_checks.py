@@ -1,7 +1,5 @@
 """`validate_inputs`: each kind of finding with its samples, and `safe_inference` around them."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from runner import safe_inference, validate_inputs
 from runner.core.errors import UsageError
+from tests.my_package import Computed
 
 
 def batch(samples: int = 8) -> tuple[Tensor, Tensor]:
@@ -69,7 +68,7 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_fault_is_named_by_kind_and_samples_and_nothing_else_is(what: str) -> None:
+def test_a_planted_fault_is_named_by_kind_and_samples_and_nothing_else_is(what):
     given, options, expected = PLANTED[what]
     if what == "ragged samples":
         given = (given, torch.tensor([0, 1, 2]))
@@ -98,13 +97,13 @@ SOUND: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", SOUND)
-def test_a_sound_batch_is_ok(what: str) -> None:
+def test_a_sound_batch_is_ok(what):
     given, options = SOUND[what]
     report = validate_inputs(given, **options)
     assert report.ok and report.reasons == [], str(report)
 
 
-def test_a_mistake_names_the_argument() -> None:
+def test_a_mistake_names_the_argument():
     x, y = batch()
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: validate_inputs((x[:0], y[:0])), r"validate_inputs: batch .* shape \[0, 4\]"),
@@ -148,7 +147,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize(
     "error", [TimeoutError("slow"), ConnectionError("gone"), ConnectionResetError("reset")]
 )
-def test_transient_errors_are_tried_again_and_the_last_one_is_a_problem(error: Exception) -> None:
+def test_transient_errors_are_tried_again_and_the_last_one_is_a_problem(error):
     x = batch()[0]
     model = Failing(2, error)
     result = safe_inference(model, x, retries=2)
@@ -163,36 +162,30 @@ def test_transient_errors_are_tried_again_and_the_last_one_is_a_problem(error: E
         safe_inference(Failing(1, error), x)
 
 
-def test_other_errors_are_raised_and_classes_can_be_chosen() -> None:
+def test_other_errors_are_raised_and_classes_can_be_chosen():
     x = batch()[0]
     with pytest.raises(ValueError, match="wrong"):
         safe_inference(Failing(1, ValueError("wrong")), x, retries=5)
-    model = Failing(1, ValueError("wrong"))
-    assert safe_inference(model, x, retries=1, transient=(ValueError,)).ok
+    assert safe_inference(Failing(1, ValueError("wrong")), x, retries=1, transient=(ValueError,)).ok
     with pytest.raises(TimeoutError):
         safe_inference(Failing(1, TimeoutError()), x, retries=1, transient=(ValueError,))
 
 
-class Same(nn.Module):
-    def __init__(self, noise: float = 0.0) -> None:
-        super().__init__()
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": 100 + self.noise * x, "scale": torch.ones(2)}
+def same(noise: float = 0.0) -> nn.Module:
+    return Computed(lambda _, x: {"logits": 100 + noise * x, "scale": torch.ones(2)})
 
 
-def test_an_output_that_is_the_same_for_all_samples_is_a_problem() -> None:
+def test_an_output_that_is_the_same_for_all_samples_is_a_problem():
     x = batch()[0]
-    result = safe_inference(Same(), x)
+    result = safe_inference(same(), x)
     assert not result.ok and result.problems == ["output: the same for all 8 samples"]
     assert torch.equal(result.output["logits"], torch.full((8, 4), 100.0))
-    assert not safe_inference(Same(5e-5), x).ok  # at most 1e-6 of 100
-    assert safe_inference(Same(1e-2), x).ok
-    assert safe_inference(Same(), x[:1]).ok
+    assert not safe_inference(same(5e-5), x).ok  # at most 1e-6 of 100
+    assert safe_inference(same(1e-2), x).ok
+    assert safe_inference(same(), x[:1]).ok
 
 
-def test_a_batch_of_another_form_than_the_earlier_one_is_a_problem() -> None:
+def test_a_batch_of_another_form_than_the_earlier_one_is_a_problem():
     x, model = batch()[0], nn.Linear(4, 2)
     assert safe_inference(model, x, like=x[:2]).ok
     result = safe_inference(model, x[:, :3], like=x)  # the model cannot take it

@@ -3,8 +3,6 @@
 Each is clip_grad_norm_ and step() with a guard, and the optimizer stays the caller's.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import shutil
@@ -75,8 +73,8 @@ def updates(optimizer: Optimizer) -> set[float]:
 
 @pytest.mark.parametrize(("way", "made"), CASES)
 def test_the_curve_is_that_of_clip_grad_norm_and_step_with_groups_and_a_scheduler(
-    net: Any, twin: Any, batches: list[Batch], way: str, made: tuple[Any, dict[str, Any]]
-) -> None:
+    net, twin, batches, way, made
+):
     def grouped(model: Any) -> tuple[Optimizer, Any]:
         kind, options = made
         groups = [
@@ -109,13 +107,7 @@ def test_the_curve_is_that_of_clip_grad_norm_and_step_with_groups_and_a_schedule
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("made", OPTIMIZERS)
-def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
-    net: nn.Module,
-    twin: nn.Module,
-    batches: list[Batch],
-    way: str,
-    made: tuple[Any, dict[str, Any]],
-) -> None:
+def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(net, twin, batches, way, made):
     kind, options = made
     bad = poisoned(batches[9])
     ends = []
@@ -131,16 +123,15 @@ def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
 # -- train_step ------------------------------------------------------------------------------------
 
 
-def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: list[Batch]) -> None:
+def test_without_the_guard_a_nan_goes_in(net, batches):
     optimizer = torch.optim.AdamW(net.parameters())
-    bad = poisoned(batches[0])
-    assert not train_step(net, optimizer, bad, loss_of, guard=False).skipped
+    assert not train_step(net, optimizer, poisoned(batches[0]), loss_of, guard=False).skipped
     assert not next(net.parameters()).isfinite().all()
 
 
 def test_steps_of_the_callers_own_may_come_between_and_the_state_can_be_saved_and_loaded(
-    net: nn.Module, twin: nn.Module, batches: list[Batch]
-) -> None:
+    net, twin, batches
+):
     ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (net, twin))
     for i, batch in enumerate(batches[:12]):
         if i % 3:
@@ -160,9 +151,7 @@ def test_steps_of_the_callers_own_may_come_between_and_the_state_can_be_saved_an
     assert_close(net, twin)
 
 
-def test_every_call_of_step_reaches_the_hooks_on_the_optimizer(
-    net: nn.Module, batches: list[Batch]
-) -> None:
+def test_every_call_of_step_reaches_the_hooks_on_the_optimizer(net, batches):
     optimizer, seen = torch.optim.AdamW(net.parameters()), []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     for batch in batches[:3]:
@@ -170,7 +159,7 @@ def test_every_call_of_step_reaches_the_hooks_on_the_optimizer(
     assert len(seen) == 3
 
 
-def test_parameters_added_later_are_trained_too(net: Any, batches: list[Batch]) -> None:
+def test_parameters_added_later_are_trained_too(net, batches):
     head, body = net[4], [*net[1].parameters(), *net[2].parameters()]
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     train_step(net, optimizer, batches[0], loss_of)
@@ -181,9 +170,7 @@ def test_parameters_added_later_are_trained_too(net: Any, batches: list[Batch]) 
     assert not torch.equal(before, body[0])
 
 
-def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
-    net: nn.Module, batches: list[Batch]
-) -> None:
+def test_a_mistake_names_the_argument_and_leaves_the_model_alone(net, batches):
     before = copy.deepcopy(net.state_dict())
     (x, y), optimizer = batches[0], torch.optim.AdamW(net.parameters())
     usual: dict[str, Any] = {"model": net, "optimizer": optimizer, "batch": (x, y)}
@@ -210,19 +197,18 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
 # -- optimize_training_loop ------------------------------------------------------------------------
 
 
-def test_steps_and_skipped_steps_are_counted(net: nn.Module, batches: list[Batch]) -> None:
+def test_steps_and_skipped_steps_are_counted(net, batches):
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     with optimize_training_loop(net, optimizer, loss_of, level="basic") as loop:
         loop(batches[0])
         loop(poisoned(batches[1]))
         summary = loop.summary()
-    rows = {row.name: row for row in summary.techniques}
-    assert rows["fused_optimizer"].engaged
+    assert {row.name: row for row in summary.techniques}["fused_optimizer"].engaged
     assert (summary.steps, summary.skipped_steps) == (2, 1)
     assert sum(summary.throughput.split.values()) == pytest.approx(1.0)
 
 
-def test_dropout_follows_the_callers_generator(batches: list[Batch]) -> None:
+def test_dropout_follows_the_callers_generator(batches):
     def losses(seed: int) -> list[float]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
@@ -236,7 +222,7 @@ def test_dropout_follows_the_callers_generator(batches: list[Batch]) -> None:
     assert len(set(losses(1))) == 3
 
 
-def test_a_loss_with_weights_and_a_model_that_takes_names(batches: list[Batch]) -> None:
+def test_a_loss_with_weights_and_a_model_that_takes_names(batches):
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,9 +251,7 @@ def test_a_loss_with_weights_and_a_model_that_takes_names(batches: list[Batch]) 
         ({"example": 3}, UsageError, "batch must be"),
     ],
 )
-def test_a_mistake_names_the_argument(
-    net: nn.Module, batches: list[Batch], change: dict[str, Any], error: Any, message: str
-) -> None:
+def test_a_mistake_names_the_argument(net, batches, change, error, message):
     optimizer = torch.optim.AdamW(net.parameters())
     arguments: dict[str, Any] = {"loss_fn": loss_of, "level": "none"} | change
     with pytest.raises(error, match=message):

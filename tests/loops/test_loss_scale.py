@@ -1,7 +1,5 @@
 """`scaler=` of `Stability.step` and `train_step`: the step as torch documents it for fp16."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -56,14 +54,8 @@ def stability() -> Any:
 @pytest.mark.parametrize("made", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["Stability", "train_step", "unguarded"])
 def test_a_step_with_a_scaler_is_unscale_clip_step_and_update_by_hand(
-    net: nn.Module,
-    twin: nn.Module,
-    batches: list[Batch],
-    stability: Stability,
-    way: str,
-    made: tuple[Any, dict[str, Any]],
-    scale: str,
-) -> None:
+    net, twin, batches, stability, way, made, scale
+):
     kind, options = made
     ours, theirs = (kind(model.parameters(), **options) for model in (net, twin))
     mine, their = (GradScaler("cpu", **SCALES[scale]) for _ in range(2))
@@ -87,9 +79,7 @@ def test_a_step_with_a_scaler_is_unscale_clip_step_and_update_by_hand(
     assert_close(net, twin, atol=1e-6)
 
 
-def test_gradients_of_earlier_parts_are_accumulated_scaled(
-    net: nn.Module, twin: nn.Module, batches: list[Batch], stability: Stability
-) -> None:
+def test_gradients_of_earlier_parts_are_accumulated_scaled(net, twin, batches, stability):
     ours, theirs = (torch.optim.AdamW(model.parameters()) for model in (net, twin))
     mine, their = GradScaler("cpu"), GradScaler("cpu")
     for (x, y), last in zip(batches[:6:2], batches[1:6:2], strict=True):
@@ -100,8 +90,8 @@ def test_gradients_of_earlier_parts_are_accumulated_scaled(
 
 
 def test_an_overflow_is_no_bad_batch_but_a_nan_batch_and_a_gradient_that_never_fits_are(
-    net: nn.Module, batches: list[Batch]
-) -> None:
+    net, batches
+):
     optimizer = torch.optim.AdamW(net.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**127)
     x, y = batches[0]
@@ -126,7 +116,7 @@ def test_an_overflow_is_no_bad_batch_but_a_nan_batch_and_a_gradient_that_never_f
     assert [fault.kind for fault in seen] == ["overflow", "overflow", "non_finite", "non_finite"]
 
 
-def test_limits_apply_to_the_unscaled_numbers(net: nn.Module, batches: list[Batch]) -> None:
+def test_limits_apply_to_the_unscaled_numbers(net, batches):
     spike = [f"stability.spike.{name}" for name in ("window=20", "at_least=10", "floor=1")]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = GradScaler("cpu", growth_interval=4)  # the scale grows while limits are learned
@@ -134,20 +124,15 @@ def test_limits_apply_to_the_unscaled_numbers(net: nn.Module, batches: list[Batc
         for x, y in batches[:20]:
             assert not stability.step(net, loss_of(net(x), y), optimizer, scaler=scaler).skipped
         x, y = batches[20]
-        loss = loss_of(net(x), y).div(1e-4)
-        report = stability.step(net, loss, optimizer, scaler=scaler)
+        report = stability.step(net, loss_of(net(x), y).div(1e-4), optimizer, scaler=scaler)
     assert [fault.kind for fault in report.faults] == ["spike"]
     assert scaler.get_scale() == 2.0**16 * 2 ** (21 // 4)  # a spike is no overflow
 
 
 @pytest.mark.parametrize("way", ["Stability", "train_step"])
 def test_a_scaled_loss_is_refused_with_the_scaler_and_warned_of_once_without(
-    net: nn.Module,
-    batches: list[Batch],
-    stability: Stability,
-    caplog: pytest.LogCaptureFixture,
-    way: str,
-) -> None:
+    net, batches, stability, caplog, way
+):
     (x, y), optimizer = batches[0], torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = GradScaler("cpu")
 
@@ -179,9 +164,7 @@ def test_a_scaled_loss_is_refused_with_the_scaler_and_warned_of_once_without(
         step(scaler.scale, scaler)
 
 
-def test_a_disabled_scaler_changes_nothing(
-    net: nn.Module, twin: nn.Module, batches: list[Batch]
-) -> None:
+def test_a_disabled_scaler_changes_nothing(net, twin, batches):
     scaler = GradScaler("cpu", enabled=False)
     for model, given in ((net, scaler), (twin, None)):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -193,9 +176,7 @@ def test_a_disabled_scaler_changes_nothing(
     assert same(list(net.parameters()), list(twin.parameters()))
 
 
-def test_what_is_no_scaler_or_was_unscaled_already_names_the_argument(
-    net: nn.Module, batches: list[Batch], stability: Stability
-) -> None:
+def test_what_is_no_scaler_or_was_unscaled_already_names_the_argument(net, batches, stability):
     (x, y), optimizer = batches[0], torch.optim.SGD(net.parameters(), lr=0.01)
     wrong: Any = 65536.0
     with pytest.raises(UsageError, match=r"scaler must be a torch.amp.GradScaler or None, got a f"):

@@ -1,7 +1,5 @@
 """`check_model` on behaviour, hooks and classes: a planted finding is named, and nothing else."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -83,7 +81,7 @@ PLANTED: dict[str, tuple[Callable[[nn.Sequential], Any], dict[str, Any], list[st
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_finding_is_a_warning_and_nothing_else_is_found(what: str) -> None:
+def test_a_planted_finding_is_a_warning_and_nothing_else_is_found(what):
     plant, options, expected, text = PLANTED[what]
     net = model()
     assert check_model(net, probes(), **options | {"low": None, "high": None}).reasons == []
@@ -95,7 +93,7 @@ def test_a_planted_finding_is_a_warning_and_nothing_else_is_found(what: str) -> 
     assert net.training
 
 
-def test_samples_out_of_range_are_numbered_as_the_plain_comparison_says() -> None:
+def test_samples_out_of_range_are_numbered_as_the_plain_comparison_says():
     net, x = model().eval(), probes()
     high = net(x).max().item() - 0.05
     rows = (net(x) > high).any(1).nonzero().flatten().tolist()
@@ -103,7 +101,7 @@ def test_samples_out_of_range_are_numbered_as_the_plain_comparison_says() -> Non
     assert reason.evidence.endswith(f"in {len(rows)} of 32 samples: {', '.join(map(str, rows))}")
 
 
-def test_one_probe_tells_neither_constant_nor_one_class_and_a_note_says_so() -> None:
+def test_one_probe_tells_neither_constant_nor_one_class_and_a_note_says_so():
     net = model()
     no_weights(net)
     net[3].weight.data[0, 0] = 1e-30
@@ -114,7 +112,7 @@ def test_one_probe_tells_neither_constant_nor_one_class_and_a_note_says_so() -> 
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_numbers_are_no_scores_of_classes(width: int) -> None:
+def test_numbers_are_no_scores_of_classes(width):
     """One output a sample, or several with limits, are of a regression."""
     net = nn.Sequential(nn.Linear(6, width))
     net[0].bias.data = torch.tensor([100.0, 0.0][:width])
@@ -124,7 +122,7 @@ def test_numbers_are_no_scores_of_classes(width: int) -> None:
         assert codes(net, probes()) == ["outputs.one_class"]
 
 
-def test_hooks_and_classes_of_torch_and_the_runner_are_known() -> None:
+def test_hooks_and_classes_of_torch_and_the_runner_are_known():
     net = model()
     parametrizations.weight_norm(net[0])
     parametrizations.orthogonal(net[3])
@@ -144,7 +142,7 @@ def test_hooks_and_classes_of_torch_and_the_runner_are_known() -> None:
         assert codes(fast, trusted=["test"]) == ["class.foreign"]  # not a package of that name
 
 
-def test_a_mistake_names_the_argument() -> None:
+def test_a_mistake_names_the_argument():
     x: Any = probes()
     for options, message in (
         ({"low": 2, "high": 1}, "check_model: low must be at most high"),

@@ -1,11 +1,8 @@
 """`Stability` in a plain loop: a bad step leaves no trace, and what was done is recorded."""
 
-from __future__ import annotations
-
 import logging
 import resource
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +27,7 @@ def loop(
     ]
 
 
-def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
-    net: nn.Module, batches: list[Batch]
-) -> None:
+def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(net, batches):
     optimizer = torch.optim.AdamW(net.parameters())
     with Stability() as stability:
         reports = loop(net, optimizer, [*batches[:3], poisoned(batches[3])], stability)
@@ -44,7 +39,7 @@ def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
         loop(net, optimizer, batches[:1], stability)
 
 
-def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> None:
+def test_a_spike_is_skipped_and_named(net, batches):
     spike = SpikeConfig(window=20, at_least=10, threshold=10, ratio=3, floor=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with Stability(StabilityConfig(spike=spike)) as stability:
@@ -58,12 +53,9 @@ def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> N
     assert "step 21: spike, loss" in str(stability.summary())
 
 
-def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
-    net: nn.Module, batches: list[Batch], tmp_path: Path
-) -> None:
+def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(net, batches, tmp_path):
     optimizer = torch.optim.AdamW(net.parameters())
-    config = StabilityConfig(max_consecutive_skips=3)
-    with Stability(config, tmp_path) as stability:
+    with Stability(StabilityConfig(max_consecutive_skips=3), tmp_path) as stability:
         loop(net, optimizer, batches[:2], stability)
         before = state(net, optimizer)
         with pytest.raises(GaveUp, match="step 6: the loss was nan, 4 bad") as caught:
@@ -81,8 +73,8 @@ def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
 
 
 def test_a_first_step_that_is_bad_leaves_no_trace_in_buffers_once_they_are_watched(
-    net: nn.Module, twin: nn.Module, batches: list[Batch]
-) -> None:
+    net, twin, batches
+):
     fresh = {name: t.clone() for name, t in net.state_dict().items()}
     for model, watched in ((net, True), (twin, False)):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -96,9 +88,7 @@ def test_a_first_step_that_is_bad_leaves_no_trace_in_buffers_once_they_are_watch
     assert all(torch.equal(p, fresh[name]) for name, p in twin.named_parameters())
 
 
-def test_a_captured_step_is_replayed_to_the_module_and_the_line(
-    net: nn.Module, batches: list[Batch], tmp_path: Path
-) -> None:
+def test_a_captured_step_is_replayed_to_the_module_and_the_line(net, batches, tmp_path):
     class Root(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x - 1).sqrt()
@@ -124,7 +114,7 @@ def test_a_captured_step_is_replayed_to_the_module_and_the_line(
         replay_step(tmp_path / folders[0], nn.Linear(2, 2), loss_of)
 
 
-def test_numbers_may_be_read_every_so_many_steps(net: nn.Module, batches: list[Batch]) -> None:
+def test_numbers_may_be_read_every_so_many_steps(net, batches):
     optimizer = torch.optim.AdamW(net.parameters())
     seen = [*batches[:3], poisoned(batches[3]), *batches[4:7]]
     with Stability(every=5) as stability:
@@ -134,9 +124,7 @@ def test_numbers_may_be_read_every_so_many_steps(net: nn.Module, batches: list[B
         assert stability.summary().steps == 7
 
 
-def test_a_mistake_names_the_argument(
-    net: nn.Module, twin: nn.Module, batches: list[Batch], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mistake_names_the_argument(net, twin, batches, caplog):
     optimizer, (x, y) = torch.optim.AdamW(net.parameters()), batches[0]
     stability, loss = Stability(), loss_of(net(x), y)
     for call, message in (
@@ -172,9 +160,7 @@ class DeviceDropout(nn.Module):
 masks: list[Tensor] = []
 
 
-def test_a_replay_draws_the_random_numbers_of_the_device_again(
-    net: nn.Module, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replay_draws_the_random_numbers_of_the_device_again(net, batches, tmp_path, monkeypatch):
     generator = DeviceDropout.generator.manual_seed(5)
     for module in ("runner.loops.stability", "runner.diagnose.replay.step"):
         monkeypatch.setattr(f"{module}.device_random_state", lambda device: generator.get_state())
@@ -193,9 +179,7 @@ def test_a_replay_draws_the_random_numbers_of_the_device_again(
     assert torch.equal(generator.get_state(), before)  # the caller's
 
 
-def test_the_random_state_of_a_device_is_read_and_set_by_its_module(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_random_state_of_a_device_is_read_and_set_by_its_module(monkeypatch):
     states: dict[str, Tensor] = {"cuda:1": torch.ones(16), "mps": torch.zeros(44)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states["mps"])
@@ -211,9 +195,7 @@ def test_the_random_state_of_a_device_is_read_and_set_by_its_module(
         assert states[name].tolist() == [0, 1, 2]
 
 
-def test_records_are_written_from_the_first_step_on(
-    net: nn.Module, batches: list[Batch], tmp_path: Path
-) -> None:
+def test_records_are_written_from_the_first_step_on(net, batches, tmp_path):
     read = partial(debug_file, tmp_path)
     optimizer = torch.optim.AdamW(net.parameters())
     with Stability(folder=tmp_path) as stability:

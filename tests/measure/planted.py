@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from runner.core.interfaces.technique import TechniqueStatus
 from runner.core.record.summary import MemoryPeaks, StepTime, Summary, Throughput
 from runner.measure.benchmark.result import (
     ArmResult,
@@ -24,15 +26,8 @@ SAMPLES = 64
 
 
 def technique(name: str, state: str = "engaged", reason: str = "", **evidence: Any) -> Any:
-    return {
-        "name": name,
-        "requested": state != "not requested",
-        "engaged": state == "engaged",
-        "reason": reason,
-        "evidence": evidence,
-        "known": True,
-        "status": state,
-    }
+    asked, engaged = state != "not requested", state == "engaged"
+    return asdict(TechniqueStatus(name, asked, engaged, reason, evidence, status=state))
 
 
 def arm(

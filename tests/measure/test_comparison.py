@@ -1,20 +1,16 @@
 """What a comparison says: headline, table on the terminal, markdown, JSON; and the command."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from runner.core.record.summary import StepTime, Throughput
 from runner.measure import page
 from runner.measure.benchmark.result import Load
 from runner.measure.columns import COLUMNS, select_columns
@@ -28,6 +24,7 @@ from runner.measure.table import ComparisonScreen
 from runner.measure.verdicts import conclusion, verdict
 from runner.report import main
 from runner.scale.sweep.search_record import SearchRecord, SearchTrial
+from tests import runs
 from tests.measure.planted import (
     arm,
     attribution,
@@ -42,7 +39,6 @@ from tests.measure.planted import (
     texts,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = "overrides status reason summary speedup speedup_interval parity command".split()
 HOSTILE = '=cmd|"x" <b>*bold*</b> | `code`\n\x1b[31m\u202e ünï 名前'
 
@@ -63,20 +59,20 @@ NAMES = {
 
 
 @pytest.mark.parametrize("typed", NAMES)
-def test_rows_are_named_by_what_differs_between_them(typed: str) -> None:
+def test_rows_are_named_by_what_differs_between_them(typed):
     rows = [row.split() for row in typed.split(" | ")]
     assert name_rows(rows, ["x/0", "y/0", "z/0"][: len(rows)]) == NAMES[typed].split(" | ")
     assert len(set(name_rows([["a=1"]] * 3, ["", "", ""]))) == 3
 
 
-def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
+def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than():
     assert texts(compare_arms(levels(), None))[0] == (
         "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers up to "
         "bf16 rounding; ultra is not measurably faster than advanced."
     )
 
 
-def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
+def test_an_arm_that_trains_something_else_is_not_crowned():
     narrow = arm("narrow", 5.5, other_work=["model"])
     found = compared(arm("basic", 1.2), narrow)
     first, second = texts(found)
@@ -91,7 +87,7 @@ def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     assert any(text.endswith(expected) for text in texts(compared(untested)))
 
 
-def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine() -> None:
+def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine():
     caveat = ", on an unsteady machine (other processes used 76 % of the CPUs, noise floor ± 16 %)"
     more: Any = {"load": Load(others=0.76), "noise_floor": 0.16}
     assert texts(compared(arm("ultra", 2.2), **more))[0].endswith(f"bit for bit{caveat}.")
@@ -103,7 +99,7 @@ def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine
     assert any("Not known to be faster or slower: a (" in text for text in others)
 
 
-def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
+def test_an_arm_with_other_numbers_never_wins_and_is_shouted():
     wrong = arm("turbo", 9.0, parity="FAIL", parity_reason="the gradient is off")
     idle = arm("idle", 8.0, problems=["no parameter changed"])
     found = compared(arm("basic", 1.2), wrong, idle)
@@ -120,7 +116,7 @@ def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
 # files
 
 
-def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
+def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path):
     bad = arm("ultra", 1.5, data_wait=math.nan, step_ms_p95=math.inf)
     page.write_comparison(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
 
@@ -136,7 +132,7 @@ def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(tree)
 
 
-def test_the_markdown_escapes_untrusted_text(tmp_path: Path) -> None:
+def test_the_markdown_escapes_untrusted_text(tmp_path):
     wild = arm(HOSTILE, 1.5, command="echo ```")
     found = compared(wild, failed("x", "failed", HOSTILE), attribution=attribution())
     for _ in range(2):  # TensorBoard has the same text, however often it is written
@@ -153,15 +149,13 @@ def test_the_markdown_escapes_untrusted_text(tmp_path: Path) -> None:
     assert "Speed-up by technique" in text and "What failed" in text
 
 
-def test_the_markdown_says_what_the_signs_of_techniques_mean() -> None:
+def test_the_markdown_says_what_the_signs_of_techniques_mean():
     text = page.render_markdown(compare_arms(levels(), None))
     legend = "|\n\n● engaged, with evidence from the run; ○ requested, and not engaged; – not "
     assert text.count(legend) == 1 and text.index("○ skipped 1 |") < text.index(legend)
 
 
-def test_a_disk_that_takes_nothing_is_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_takes_nothing_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert page.write_comparison(compare_arms(levels(), None), tmp_path / "file") == []
     warned = {
@@ -171,10 +165,9 @@ def test_a_disk_that_takes_nothing_is_a_warning(
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:
+def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path):
     few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
-    none = arm("odd", math.nan, "", speedup_interval=None, losses=[])
-    found = compared(few, none)
+    found = compared(few, arm("odd", math.nan, "", speedup_interval=None, losses=[]))
     page.write_comparison(found, tmp_path)
     assert texts(found)[0] == "No arm is measurably faster than none."
     for name in ("comparison.html", "comparison.md", "comparison.json"):
@@ -183,7 +176,7 @@ def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> N
     assert "too few blocks" in (tmp_path / "comparison.md").read_text()
 
 
-def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:
+def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path):
     steps = [*range(1, 2001), *range(1500, 3001)]
     lines: list[dict[str, Any]] = [
         {"step": s, "split": "train", "loss": 99.0 if s == 777 else 3 - s / 1000} for s in steps
@@ -208,7 +201,7 @@ def shown(comparison: Comparison, width: int = 80) -> str:
     return out.getvalue()
 
 
-def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_paid_back() -> None:
+def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_paid_back():
     for width, parts in (
         (80, ("1.83×", "1.79–1.87", "0.699", "91,500", "500 MiB", "bf16", "faster")),
         (120, ("11.8 s", "21,400")),
@@ -221,7 +214,7 @@ def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_pa
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_no_width_loses_a_name_or_a_row(width: int) -> None:
+def test_no_width_loses_a_name_or_a_row(width):
     long = "optimization=ultra model.width=1024 training.batch_size=2048"
     found = compared(arm(long, 1.5), failed("gone", "oom", "too big"))
     squeezed = "".join(shown(found, width).split())
@@ -229,34 +222,26 @@ def test_no_width_loses_a_name_or_a_row(width: int) -> None:
         assert part in squeezed
 
 
-def test_failures_are_listed_last_with_their_reason_and_each_reason_once() -> None:
+def test_failures_are_listed_once_with_their_reason_and_of_many_rows_the_first_ones():
     gone = [failed(f"arm{i}", "killed", "by signal 9") for i in range(3)]
     text = shown(compared(*gone, failed("big", "oom", "2 GiB")), 120)
     assert text.count("arm0, arm1 and arm2 killed: by signal 9") == text.count("by signal 9") == 1
     assert "big oom: 2 GiB" in text
+    many = shown(compared(*(arm(f"arm{i}", 1.1) for i in range(99))))
+    assert "arm58 " in many and "arm59 " not in many
+    assert "and 40 more, in comparison.html and comparison.json" in many
 
 
-def of_sweep(*overrides: str, rates: Sequence[float]) -> Comparison:
-    made = [
-        ComparisonRow(
-            typed.split(), "done", name=typed,
-            summary={"throughput": {"samples_per_second": rate, "step_ms": {"p50": 3.2e4 / rate},
-                                    "other_cpu_share": 0.25},
-                     "memory": {"peak_process_bytes": 2**29},
-                     "monitor": "val/accuracy", "best": rate / 1e5},
-        )
-        for typed, rate in zip(overrides, rates, strict=True)
-    ]  # fmt: skip
-    return Comparison("which", made, reference=overrides[0])
+def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go(tmp_path):
+    busy = Throughput(20_000.0, None, StepTime(1.6, 2.0), other_cpu_share=0.25)
+    for name, lr, best in (("adamw", "1e-3", 0.2), ("sgd", "1e-2", 0.3)):
+        typed = [f"optimizer={name}", f"optimizer.lr={lr}"]
+        run(tmp_path / name, typed, best=best, throughput=busy)
+    text = shown(compare_folders([tmp_path]))
+    assert "val/accuracy (best)" in text and "0.3000" in text and "500 MiB" not in text
 
 
-def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go() -> None:
-    typed = ["optimizer=adamw optimizer.lr=1e-3", "optimizer=sgd optimizer.lr=1e-2"]
-    text = shown(of_sweep(*typed, rates=[20_000.0, 30_000.0]))
-    assert "val/accuracy (best)" in text and "0.3000" in text and "512 MiB" not in text
-
-
-def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:
+def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_path):
     metrics = {"val/accuracy": 0.8, "val/loss": 0.3, "test/loss": 0.4}
     trained = {"metrics": metrics, "best_step": 40, "tested": {"step": 40, "samples": 9}}
     run(tmp_path / "a", ["seed=1"], **trained)
@@ -274,9 +259,7 @@ def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_pa
     assert headings("d") == [of_two[0], "val/loss (evaluated/last)", of_two[2]]
 
 
-def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back() -> (
-    None
-):
+def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back():
     short = "run too short (900 steps; tried from 970,000 on)"
     planned = {"fused_optimizer": "engaged", "amp": "tried", "compile": short, "tf32": "no TF32"}
     fast = arm(
@@ -294,29 +277,15 @@ def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_i
     assert "min\\_steps=0" not in page.render_markdown(compared(reference(), never))
 
 
-def test_a_terminal_names_the_first_rows_and_where_the_others_are() -> None:
-    text = shown(compared(*(arm(f"arm{i}", 1.1) for i in range(99))))
-    assert "arm58 " in text and "arm59 " not in text
-    assert "and 40 more, in comparison.html and comparison.json" in text
-
-
 # the command
 
 
-def command(*typed: str, cwd: Path, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "COLUMNS": "80"}
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
-    program = [sys.executable, "-m", "runner.report", *typed]
-    return subprocess.run(program, cwd=cwd, env=environment, **options)
-
-
-def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(
-    tmp_path: Path,
-) -> None:
+def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(tmp_path):
     for name, level in (("one", "none"), ("two", "ultra")):
         folder = sweep(tmp_path / name, [job(0, level)])
         run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
-    done = command("one", "two", "--out", "x/both", cwd=tmp_path)
+    both = ("-m", "runner.report", "one", "two", "--out", "x/both")
+    done = runs.python(*both, folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "ultra" in done.stdout and "×" not in done.stdout and "tensorboard" in done.stdout
     out = tmp_path / "x/both"
@@ -326,9 +295,7 @@ def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(
         assert (out / row["folder"] / "summary.json").is_file()
 
 
-def test_a_wrong_command_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a file").touch()
     wrong = ([], ["nowhere"], ["a file"], ["."], ["--what"], ["--port=1", "."])
@@ -343,10 +310,11 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(
     assert ended.value.code == 0 and "--out" in capsys.readouterr().out
 
 
-def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path) -> None:
+def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path):
     for name in ("rich", "hydra", "yaml", "omegaconf"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
-    done = command("nowhere", cwd=tmp_path, path=f"{ROOT}:")
+    search = f"{runs.TESTS.parent}:"  # and the current folder
+    done = runs.python("-m", "runner.report", "nowhere", folder=tmp_path, PYTHONPATH=search)
     assert done.returncode == 2 and "cannot be read" in done.stderr
 
 
@@ -358,9 +326,7 @@ def with_skipped_steps(
     run(folder, [*overrides], best=best, **more)
 
 
-def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(
-    tmp_path: Path,
-) -> None:
+def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(tmp_path):
     with_skipped_steps(tmp_path / "a", "optimizer.lr=0.1", skipped=31, best=0.9)
     with_skipped_steps(tmp_path / "b", "optimizer.lr=0.2", skipped=0, best=0.8)
     comparison = compare_folders([tmp_path])
@@ -374,7 +340,7 @@ def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(
     assert [row["skipped_steps"] for row in rows] == [text, ""]
 
 
-def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path: Path) -> None:
+def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path):
     for lr, skipped in ((0.1, 31), (0.2, 0)):
         for seed in (1, 2):
             typed = f"optimizer.lr={lr}", f"seed={seed}"
@@ -384,7 +350,7 @@ def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path: Path) -
     assert "62 of 120 steps skipped (59 non-finite)" in told and told.count("skipped") == 1
 
 
-def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps() -> None:
+def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps():
     trials = [SearchTrial(0, "done", 0.9, folder="0"), SearchTrial(1, "done", 0.8, folder="1")]
     search = SearchRecord("val/accuracy", "maximize", "tpe", "none", 2, "", [], trials)
     summary = {"steps": 60, "skipped_steps": 31}
@@ -393,7 +359,7 @@ def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps() -> None:
     assert told.startswith("Best val/accuracy: 0.9000, trial 0 of 2, 31 of 60 steps skipped")
 
 
-def test_long_names_reasons_and_values_are_shortened_on_page_and_screen(tmp_path: Path) -> None:
+def test_long_names_reasons_and_values_are_shortened_on_page_and_screen(tmp_path):
     long = "y" * 300_000
     for name in "ab":
         overrides, reason = [f"model.name={long[:3000]}{name}"], f"ValueError: {long}"

@@ -1,6 +1,4 @@
-"""The page of a comparison, in a browser and as text."""
-
-from __future__ import annotations
+"""The page of a comparison, in a browser and as text; hostile names on it do nothing there."""
 
 import math
 import re
@@ -15,8 +13,10 @@ import pytest
 from runner.measure import figures, page
 from runner.measure.benchmark.result import BenchmarkResult
 from runner.measure.comparison import compare_arms
+from runner.measure.discover import compare_folders
+from tests.core.security.test_injection import comparison, failed_comparison
 from tests.measure.browser import look
-from tests.measure.planted import arm, attribution, failed, levels, reference, result
+from tests.measure.planted import arm, attribution, failed, levels, reference, result, run
 
 
 def html_of(found: BenchmarkResult, folder: Path | None = None) -> str:
@@ -42,7 +42,7 @@ return {bars, points};
 
 
 @pytest.mark.parametrize("width", [360, 1200])
-def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, width: int) -> None:
+def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path, width):
     arms = [reference(), arm("two", 2.0), arm("three", 3.0)]
     for one, mib in zip(arms, (500, 1000, 750), strict=True):
         one.peak_process_bytes = mib * 2**20
@@ -67,9 +67,7 @@ def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, widt
     assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 1000, 750 MiB
 
 
-def test_one_wide_interval_leaves_the_others_their_width_and_has_no_end_marks(
-    tmp_path: Path,
-) -> None:
+def test_one_wide_interval_leaves_the_others_their_width_and_has_no_end_marks(tmp_path):
     wide = arm("wide", 1.2, speedup_interval=(1e-4, 1e4))
     probe = DRAWN.replace("low:", "marks: ends.length - 1, low:")
     arms = [reference(), arm("two", 2.0), wide]
@@ -88,15 +86,13 @@ return {column, wide: Math.min(...wide), text: Math.min(...text)};
 
 
 @pytest.mark.parametrize("width", [360, 1000])
-def test_plots_are_as_wide_as_the_page_and_their_text_keeps_its_size(
-    tmp_path: Path, width: int
-) -> None:
+def test_plots_are_as_wide_as_the_page_and_their_text_keeps_its_size(tmp_path, width):
     found = look(html_of(levels()), tmp_path, SIZES, width)
     assert found["wide"] == pytest.approx(found["column"] - 78, abs=1)  # less the margins
     assert found["text"] == 12
 
 
-def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path: Path) -> None:
+def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path):
     names = ["javascript:alert(1)", "a b&c=1", 'x"><b>', "../out of it", "#?"]
     arms = [reference(), *(arm(f"arm{i}", 2.0, folder=x) for i, x in enumerate(names))]
     root = tmp_path / "page"
@@ -123,7 +119,7 @@ def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path: Pa
     assert "../out of it |" in document and str(tmp_path) not in document
 
 
-def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
+def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path):
     wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
     found = compare_arms(result(reference(), arm("basic", 1.2), wild), tmp_path)
     assert figures.loss_axis_limit(found, figures.read_losses(found)) == 2.3
@@ -139,7 +135,7 @@ return {wide, inside, out, rows};
 """
 
 
-def test_nothing_is_wider_than_a_phone_and_every_row_is_there(tmp_path: Path) -> None:
+def test_nothing_is_wider_than_a_phone_and_every_row_is_there(tmp_path):
     long = "supercalifragilistic" * 8
     arms = [
         arm(f"width={i} a_rather_long_key.of_a_sweep=value_number_{i}", i) for i in range(1, 28)
@@ -150,7 +146,7 @@ def test_nothing_is_wider_than_a_phone_and_every_row_is_there(tmp_path: Path) ->
     assert len(found["rows"]) == 30
 
 
-def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path: Path) -> None:
+def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path):
     text = html_of(levels())
     foreign = '<main><p style="color: red" id="p">x</p><script>window.owned = 1</script>'
     answer = look(
@@ -184,7 +180,7 @@ return {paper, text: Math.min(...of("p, h1, h2, td, th, li, dt, dd, code, button
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_charts_stand_out_in_light_and_dark(tmp_path: Path, scheme: str) -> None:
+def test_text_and_charts_stand_out_in_light_and_dark(tmp_path, scheme):
     bad = arm("wrong", 2.0, parity="FAIL", parity_reason="the gradient is off")
     found = result(*levels().arms, bad, failed("none2", "oom", "no memory"))
     answer = look(html_of(found), tmp_path, CONTRAST, scheme=scheme)
@@ -206,9 +202,7 @@ return {orders, first, then: count(), bars: page.querySelectorAll(".bar").length
 """
 
 
-def test_a_click_sorts_by_number_and_shows_more_rows_and_bars_are_of_the_extremes(
-    tmp_path: Path,
-) -> None:
+def test_a_click_sorts_by_number_and_shows_more_rows_and_bars_are_of_the_extremes(tmp_path):
     arms = [arm("ten", 10.0), failed("gone", "killed"), arm("nine", 9.0)]
     found = result(reference(), *arms, *(arm(f"arm{i}", 2 + i / 100) for i in range(146)))
     answer = look(html_of(found), tmp_path, SORTED)
@@ -231,7 +225,7 @@ class Outline(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard() -> None:
+def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard():
     text, outline = html_of(replace(levels(), attribution=attribution())), Outline()
     outline.feed(text)
     tags = outline.tags
@@ -244,3 +238,52 @@ def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard() -> N
         assert "style" not in about and not any(key.startswith("on") for key in about)
     assert text.count("the model has no 2-d convolution") == 1  # a reason is said once
     assert "(advanced, ultra)" in text
+
+
+OWNED = "window.owned=1;window.top.owned=1;document.title='owned';window.top.document.title='owned'"
+WAYS = (
+    f"<script>{OWNED}</script>",
+    f'"><img src=x onerror="{OWNED}">',
+    f'\'><svg onload="{OWNED}"></svg>',
+    f"</td></table></style></title></textarea></script><script>{OWNED}</script>",
+    f"--><iframe srcdoc='<script>{OWNED}</script>'></iframe>",
+    f'" onmouseover="{OWNED}" autofocus onfocus="{OWNED}" x="',
+    f'<a href="javascript:{OWNED}">click</a><details open ontoggle="{OWNED}">',
+    f"<style>body{{display:none}}</style><base href=http://evil.test/><meta http-equiv=refresh "
+    f"content='0;url=javascript:{OWNED}'>",
+    f"${{{OWNED}}}{{{{{OWNED}}}}}`{OWNED}`",
+)
+FOUND = """
+for (const row of page.querySelectorAll("a")) if (row.protocol === "javascript:") row.click();
+for (const one of page.querySelectorAll("*")) {
+  one.dispatchEvent(new view.MouseEvent("mouseover", {bubbles: true}));
+  if (one.focus) one.focus();
+}
+const count = name => page.getElementsByTagName(name).length;
+return {owned: Boolean(view.owned || window.owned), title: page.title, top: document.title,
+  hidden: view.getComputedStyle(page.body).display, text: page.body.textContent,
+  counts: Object.fromEntries(["script", "img", "iframe", "base", "meta", "details", "style"]
+    .map(name => [name, count(name)])),
+  handlers: [...page.querySelectorAll("*")].filter(
+    one => [...one.attributes].some(a => a.name.startsWith("on"))).length};
+"""
+
+
+def test_names_reasons_and_commands_of_runs_and_arms_do_nothing_in_a_browser(tmp_path):
+    folders, harmless = [], []
+    for number, way in enumerate(WAYS):
+        more = {"name": f"run {number} {way}", "reason": way, "command": f"python {way}",
+                "monitor": f"val/{way}", "metrics": {f"val/{way}": 0.5}, "device": {"name": way},
+                "config_hash": way, "versions": {way: way}}  # fmt: skip
+        status, place = "failed" if number % 2 else "done", tmp_path / "runs" / str(number)
+        folders.append(run(place, [f"+x={way}", f"seed={number}"], status=status, **more))
+        honest = tmp_path / "runs" / f"h{number}"
+        harmless.append(run(honest, [f"+x={number}", f"seed={number}"], status=status))
+    expected = look(page.render_html(compare_folders(harmless)), tmp_path, FOUND)
+    for made in (compare_folders(folders), comparison(), failed_comparison()):
+        found = look(page.render_html(made), tmp_path, FOUND)
+        assert not found["owned"] and "owned" not in (found["title"], found["top"])
+        assert found["hidden"] == "block"
+        assert found["counts"] == expected["counts"]
+        assert found["handlers"] == expected["handlers"] == 0
+        assert "onerror=" in found["text"]  # it is there to be read

@@ -1,7 +1,5 @@
 """Which claims on speed a sweep makes, from runs and measurements with known numbers in them."""
 
-from __future__ import annotations
-
 import json
 import math
 import shlex
@@ -64,9 +62,7 @@ def speeds(comparison: Comparison) -> list[str]:
     return [x for x in texts(comparison) if not x.startswith("Best")]
 
 
-def test_runs_that_were_not_interleaved_have_no_speed_up_but_times_and_the_load(
-    tmp_path: Path,
-) -> None:
+def test_runs_that_were_not_interleaved_have_no_speed_up_but_times_and_the_load(tmp_path):
     comparison = compare_folders([planted(tmp_path, LEVELS)])
     rows = json.loads(as_json(comparison))["rows"]
     assert {row["speedup"] for row in rows} == {None}
@@ -78,7 +74,7 @@ def test_runs_that_were_not_interleaved_have_no_speed_up_but_times_and_the_load(
     assert "others' CPU" in text and "25 %" in text and "to compare speeds: python -m" in text
 
 
-def test_runs_that_engaged_the_same_are_named_together(tmp_path: Path) -> None:
+def test_runs_that_engaged_the_same_are_named_together(tmp_path):
     comparison = compare_folders([planted(tmp_path, LEVELS)])
     assert "basic and ultra engaged the same: fused optimizer" in comparison.notes
 
@@ -92,9 +88,7 @@ def test_runs_that_engaged_the_same_are_named_together(tmp_path: Path) -> None:
         [["optimization=basic"], ["optimization=ultra"]],  # which engaged the same
     ],
 )
-def test_runs_with_the_same_computation_get_no_speed_verdict(
-    jobs: list[list[str]], tmp_path: Path
-) -> None:
+def test_runs_with_the_same_computation_get_no_speed_verdict(jobs, tmp_path):
     assert not [x for x in speeds(compare_folders([planted(tmp_path, jobs)])) if "ms" in x]
 
 
@@ -116,17 +110,13 @@ def test_runs_with_the_same_computation_get_no_speed_verdict(
          ["+model.width=8", "+model.width=9"]),
     ],
 )  # fmt: skip
-def test_the_command_that_compares_speeds_composes_its_arms(
-    jobs: list[list[str]], arms: list[str], tmp_path: Path
-) -> None:
-    command = compare_folders([planted(tmp_path, jobs)]).speed_command
-    words = shlex.split(command)
+def test_the_command_that_compares_speeds_composes_its_arms(jobs, arms, tmp_path):
+    words = shlex.split(compare_folders([planted(tmp_path, jobs)]).speed_command)
     assert words[:3] == ["python", "-m", "runner"] and "job=benchmark" in words
     shared_keys = {word.partition("=")[0] for word in words[3:]}
     assert not shared_keys & {"optimization", "debug", "optimizer.lr", "model.width"}
     assert not [word for word in words[3:] if word[0] in "+~"]
-    settings = compose(words[3:]).benchmark
-    made = compose_arms(settings, words[3:])
+    made = compose_arms(compose(words[3:]).benchmark, words[3:])
     assert [arm.name for arm in made] == arms
     assert len({arm.config.seed for arm in made}) == 1
 
@@ -139,24 +129,21 @@ def test_the_command_that_compares_speeds_composes_its_arms(
         [["seed=0"], ["seed=1"]],
     ],
 )
-def test_no_command_compares_what_a_benchmark_cannot(jobs: list[list[str]], tmp_path: Path) -> None:
+def test_no_command_compares_what_a_benchmark_cannot(jobs, tmp_path):
     assert compare_folders([planted(tmp_path, jobs)]).speed_command == ""
 
 
 @pytest.mark.parametrize("kind", ["none", "ddp"])
-def test_a_page_of_distributed_runs_advises_no_benchmark(kind: str, tmp_path: Path) -> None:
+def test_a_page_of_distributed_runs_advises_no_benchmark(kind, tmp_path):
     jobs = [[f"optimization={level}", f"distributed={kind}"] for level in ("none", "basic")]
     method = _template_context(compare_folders([planted(tmp_path, jobs)]))["method"]
     assert ("job=benchmark measures" in method) == (kind == "none")
 
 
-def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(
-    tmp_path: Path,
-) -> None:
+def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(tmp_path):
     jobs = [[f"optimization={x}", f"seed={n}"] for x in ("none", "basic") for n in range(2)]
     folder = planted(tmp_path, jobs)
-    planned = measured(reference(), arm("basic", 1.5, parity=None), load=Load(0.03))
-    planned.write(folder / FOLDER)
+    measured(reference(), arm("basic", 1.5, parity=None), load=Load(0.03)).write(folder / FOLDER)
     comparison = compare_folders([folder])
     assert [row.speedup for row in comparison.rows] == pytest.approx([1, 1, 1.5, 1.5])
     ends = [1.5 * math.exp(-0.02), 1.5 * math.exp(0.02)]
@@ -169,7 +156,7 @@ def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(
     assert comparison.speed_command == "" and "speed-up (95 %)" in shown(comparison, 120)
 
 
-def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path: Path) -> None:
+def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path):
     folder = planted(tmp_path, LEVELS[:2])
     few = measured(reference(), arm("basic", 1.5), blocks=4)
     for one in few.arms:
@@ -181,7 +168,7 @@ def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path: Path) 
     assert not [text for text in texts(comparison) if "fast" in text]
 
 
-def test_the_command_to_compare_speeds_gives_a_shell_the_same_arms_whatever_is_in_a_value() -> None:
+def test_the_command_to_compare_speeds_gives_a_shell_the_same_arms_whatever_is_in_a_value():
     values = ("{betas:[0.9,0.95]}", "{a: 'two words', b: \"it's\"}", "{c: '${x} \\\\ $HOME `id`'}")
     rows = [
         ComparisonRow(

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -204,8 +202,7 @@ def test_what_cannot_be_looked_at_is_no_success(tmp_path, folder):
     os.mkfifo(tmp_path / "pipe.dat")
     with pytest.raises(SecurityError, match="a pipe"):
         scan(tmp_path / "pipe.dat", folder)
-    deep = tmp_path.joinpath("theirs", *["d"] * 65)
-    deep.mkdir(parents=True)
+    tmp_path.joinpath("theirs", *["d"] * 65).mkdir(parents=True)
     with pytest.raises(SecurityError, match="below 64 folders"):
         scan(tmp_path / "theirs", folder)
 

@@ -27,8 +27,7 @@ def test_the_newest_ones_and_the_best_are_kept(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=2)
     assert checkpointer.last is None and checkpointer.best is None
     save(checkpointer, 1, 2, 3, 4, 5, best=2)
-    expected = ["best", "last", "step_00000002", "step_00000004", "step_00000005"]
-    assert names(tmp_path) == expected
+    assert names(tmp_path) == ["best", "last", "step_00000002", "step_00000004", "step_00000005"]
     assert checkpointer.last == "checkpoints/step_00000005"
     assert checkpointer.best == "checkpoints/step_00000002"
     assert os.readlink(tmp_path / "checkpoints/best") == "step_00000002"

@@ -15,6 +15,7 @@ from runner.core.findings import Trust
 from runner.core.schemas.security import SecurityLevel
 from runner.core.security.checksummed_json import to_checksummed_json
 from runner.core.security.files.policy import FilePolicy
+from tests.core.security.planted import Mark
 
 FILES = ("model.safetensors", "state.pt", "manifest.json")
 
@@ -105,10 +106,11 @@ def test_a_step_asked_for_by_its_path_is_that_one_or_an_error(run):
         Checkpointer(run, keep=3).restore(step_folder(run, 3))
 
 
-def forge(folder, **changes):
+def forge(folder, change=lambda body: None, **changes):
     """Rewrite a manifest with its digest, as an attacker would."""
     body = json.loads((folder / NAME).read_text()) | changes
     del body["digest"]
+    change(body)
     (folder / NAME).write_bytes(to_checksummed_json(body))
 
 
@@ -121,17 +123,9 @@ def forge_file(folder, name, data):
     forge(folder, files=files)
 
 
-class Bomb:
-    def __init__(self, marker):
-        self.marker = marker
-
-    def __reduce__(self):
-        return os.mkdir, (self.marker,)
-
-
 def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(run):
     folder, marker = step_folder(run, 3), run / "marker"
-    torch.save({"state": Bomb(str(marker)), "model": {}}, folder / "state.pt")
+    torch.save({"state": Mark(marker), "model": {}}, folder / "state.pt")
     forge_file(folder, "state.pt", (folder / "state.pt").read_bytes())
     with pytest.raises(SecurityError, match=r"step_00000003/state\.pt: refused.*mkdir"):
         Checkpointer(run, keep=3).restore()

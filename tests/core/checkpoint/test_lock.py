@@ -26,12 +26,9 @@ os.waitpid(child, 0)
 @pytest.fixture
 def owner(tmp_path):
     """Another process that holds the lock of `tmp_path`, and has a child."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=path)
     assert process.stdout.readline() == b"locked\n"
     yield process
     process.stdin.close()  # ends the child, and with it the owner

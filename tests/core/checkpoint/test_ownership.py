@@ -1,21 +1,18 @@
 """A folder with a record is continued by its own run alone; nothing replaces the record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
 from runner import build, compose
-from runner.cli.arguments import read_arguments
-from runner.cli.preflight import Request, check
 from runner.core.checkpoint.ownership import ARCHIVE, archive_record, check_folder, is_own_resume
 from runner.core.errors import SecurityError, UsageError
 from runner.core.record.summary import Summary
 from runner.scale.sweep.plan import JobPlan, can_continue
 from runner.scale.sweep.state import Job
 from tests.runs import QUICK
+from tests.runs import checked as ask
 
 RUN, OTHER = "outputs/runs/a/old", "outputs/runs/a/other"
 RECORDS = {
@@ -47,18 +44,12 @@ def make_run(where: str = RUN) -> Path:
     return run
 
 
-def ask(*typed: str) -> Request:
-    return check(read_arguments(typed))
-
-
 def content(folder: Path) -> dict[str, str]:
     return {str(p): p.read_text() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
 
 
 @pytest.mark.parametrize("names", RECORDS.values(), ids=RECORDS)
-def test_a_new_run_in_a_folder_with_a_record_is_refused_before_anything_is_written(
-    names: list[str],
-) -> None:
+def test_a_new_run_in_a_folder_with_a_record_is_refused_before_anything_is_written(names):
     run = make_record(RUN, names)
     before = content(run)
     with pytest.raises(UsageError, match="use another hydra.run.dir.*checkpoint.resume=auto"):
@@ -68,26 +59,29 @@ def test_a_new_run_in_a_folder_with_a_record_is_refused_before_anything_is_writt
     assert content(run) == before
 
 
+HERE, CONTINUED = f"hydra.run.dir={RUN}", f"checkpoint.resume={RUN}"
+
+
 @pytest.mark.parametrize(
-    "typed",
+    ("typed", "says"),
     [
-        ["job=evaluate", f"checkpoint.resume={RUN}"],
-        ["job=predict", f"checkpoint.resume={RUN}"],
-        ["job=doctor"],
-        ["job=benchmark"],
-        ["job=evaluate", f"checkpoint.resume={RUN}/checkpoints/step_00000012"],
+        *((f"{job} {HERE}", f"{RUN} has the checkpoints of another run") for job in (
+            f"job=evaluate {CONTINUED}", f"job=predict {CONTINUED}", "job=doctor", "job=benchmark",
+            f"job=evaluate {CONTINUED}/checkpoints/step_00000012",
+        )),
+        (f"-m seed=0,1 hydra.sweep.dir={RUN}", "use another hydra.sweep.dir"),
+        (f"{CONTINUED} hydra.run.dir={OTHER}", f"continue that run: checkpoint.resume={OTHER}$"),
     ],
-    ids=" ".join,
-)
-def test_another_job_in_the_folder_of_a_run_is_refused(typed: list[str]) -> None:
-    run = make_run()
-    before = content(run)
-    with pytest.raises(UsageError, match=f"{RUN} has the checkpoints of another run"):
-        ask(*typed, f"hydra.run.dir={RUN}")
-    assert content(run) == before
+)  # fmt: skip
+def test_another_job_in_the_folder_of_a_run_is_refused(typed, says):
+    runs = make_run(), make_run(OTHER)
+    before = [content(run) for run in runs]
+    with pytest.raises(UsageError, match=says):
+        ask(*typed.split())
+    assert [content(run) for run in runs] == before
 
 
-def test_a_resume_of_one_run_in_the_folder_of_another_is_refused() -> None:
+def test_a_resume_of_one_run_in_the_folder_of_another_is_refused():
     make_run()
     make_record(OTHER, ["metrics.jsonl"])
     typed = f"checkpoint.resume={RUN}"
@@ -99,7 +93,7 @@ def test_a_resume_of_one_run_in_the_folder_of_another_is_refused() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "/checkpoints", "/checkpoints/step_00000012"])
-def test_a_run_is_resumed_in_its_own_folder_however_it_is_named(end: str, folder: Path) -> None:
+def test_a_run_is_resumed_in_its_own_folder_however_it_is_named(end, folder):
     run = make_run()
     (folder / "link").symlink_to(run)
     for place in (RUN, str(run.absolute()), f"{RUN}/", "link"):
@@ -111,7 +105,7 @@ def test_a_run_is_resumed_in_its_own_folder_however_it_is_named(end: str, folder
         check_folder(run, "auto", trains=False)
 
 
-def test_auto_without_a_checkpoint_moves_the_record_aside_and_starts_afresh() -> None:
+def test_auto_without_a_checkpoint_moves_the_record_aside_and_starts_afresh():
     names = ["summary.json", "metrics.jsonl", "report.md", "debug/x.json", "run.log"]
     run = make_record(RUN, names)
     (run / "metrics.jsonl").write_text(json.dumps({"step": 5}) + "\n")
@@ -136,34 +130,31 @@ LOST = "the weights are not finite after step 9; stability=basic skips bad steps
     [("policy", LOST, True), ("policy", "step 9: the loss was nan", False), ("error", LOST, False)],
 )
 def test_checkpoints_are_moved_aside_with_the_record_where_the_weights_are_lost(
-    ended_by: str, reason: str, moved: bool
-) -> None:
+    ended_by, reason, moved
+):
     run = make_run()
     Summary("failed", reason, ended_by).write(run)
-    plan = JobPlan(Job(0, [], "0"), trains=True)
-    assert can_continue(plan, run) is not moved
+    assert can_continue(JobPlan(Job(0, [], "0"), trains=True), run) is not moved
     archive_record(run)
     assert (run / "checkpoints").exists() is not moved
     assert (run / ARCHIVE / "run-1" / "checkpoints").exists() is moved
 
 
-def test_a_record_is_not_moved_through_a_link_out_of_its_folder(folder: Path) -> None:
+def test_a_record_is_not_moved_through_a_link_out_of_its_folder(folder):
     run = make_record(RUN, ["summary.json"])
     (run / ARCHIVE).symlink_to(folder)
     with pytest.raises(SecurityError, match="is a link"):
         archive_record(run)
 
 
-def test_a_run_that_slurm_has_requeued_continues_in_its_folder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_that_slurm_has_requeued_continues_in_its_folder(monkeypatch):
     make_run()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     request = ask(f"hydra.run.dir={RUN}")
     assert request.config is not None and request.config.checkpoint.resume == "auto"
 
 
-def test_a_rank_that_torchrun_has_restarted_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_torchrun_has_restarted_is_not_refused(monkeypatch):
     make_record(RUN, ["summary.json"])
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
@@ -175,17 +166,3 @@ def test_a_rank_that_torchrun_has_restarted_is_not_refused(monkeypatch: pytest.M
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     monkeypatch.setenv("RANK", "1")  # rank 0 may have begun
     assert ask(*typed).config is not None
-
-
-def test_a_sweep_in_the_folder_of_a_run_is_refused() -> None:
-    make_run()
-    with pytest.raises(UsageError, match="use another hydra.sweep.dir"):
-        ask("-m", "seed=0,1", f"hydra.sweep.dir={RUN}")
-
-
-def test_a_second_start_of_a_continuation_names_the_command_that_continues_it() -> None:
-    make_run()
-    make_run(OTHER)
-    typed = f"checkpoint.resume={RUN}", f"hydra.run.dir={OTHER}"
-    with pytest.raises(UsageError, match=f"or continue that run: checkpoint.resume={OTHER}$"):
-        ask(*typed)

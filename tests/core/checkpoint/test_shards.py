@@ -1,7 +1,5 @@
 """A checkpoint in shards is whole or not there, and no damage to one of them goes unseen."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import socket
@@ -68,9 +66,7 @@ def restored(folder: Path) -> RestoredCheckpoint:
     return found
 
 
-def test_the_whole_model_and_its_state_are_read_from_shards(
-    processes: list[Process], tmp_path: Path
-) -> None:
+def test_the_whole_model_and_its_state_are_read_from_shards(processes, tmp_path):
     save(processes, 1, 2)
     found = restored(tmp_path)
     assert found.step == 2 and not found.warnings
@@ -88,8 +84,8 @@ def test_the_whole_model_and_its_state_are_read_from_shards(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_cut_or_missing_shard_is_named_and_the_one_before_taken(
-    processes: list[Process], tmp_path: Path, rank: int
-) -> None:
+    processes, tmp_path, rank
+):
     save(processes, 1, 2)
     path = tmp_path / "checkpoints/step_00000002" / SHARDS[rank]
     whole = path.read_bytes()
@@ -106,34 +102,27 @@ def test_a_damaged_cut_or_missing_shard_is_named_and_the_one_before_taken(
     assert restored(tmp_path).step == 1
 
 
-def test_a_shard_that_is_more_than_data_is_refused(
-    processes: list[Process], tmp_path: Path
-) -> None:
+def test_a_shard_that_is_more_than_data_is_refused(processes, tmp_path):
     save(processes, 1, 2)
     forge_file(tmp_path / "checkpoints/step_00000002", SHARDS[1], pickle.dumps({"weight": print}))
     with pytest.raises(SecurityError, match=SHARDS[1]):
         restored(tmp_path)
 
 
-def test_shards_that_do_not_fit_each_other_are_no_checkpoint(
-    processes: list[Process], tmp_path: Path
-) -> None:
+def test_shards_that_do_not_fit_each_other_are_no_checkpoint(processes, tmp_path):
     save(processes, 1, 2)
     folder = tmp_path / "checkpoints/step_00000002"
     rows = load_file(folder / SHARDS[1])
     wide = {name: torch.zeros(1, 5) for name in rows}
     more = {**rows, "model.other": torch.zeros(1, 4)}
-    odd = {**rows, "optimizer.7.exp_avg": torch.zeros(1, 4)}
-    for content in (wide, more, odd):
+    for content in (wide, more, {**rows, "optimizer.7.exp_avg": torch.zeros(1, 4)}):
         save_file(content, tmp_path / "forged")
         forge_file(folder, SHARDS[1], (tmp_path / "forged").read_bytes())
         found = restored(tmp_path)
         assert found.step == 1 and "shards are inconsistent" in found.warnings[0]
 
 
-def test_a_manifest_names_the_shards_of_every_process(
-    processes: list[Process], tmp_path: Path
-) -> None:
+def test_a_manifest_names_the_shards_of_every_process(processes, tmp_path):
     save(processes, 1, 2)
     folder = tmp_path / "checkpoints/step_00000002"
     body = json.loads((folder / NAME).read_text())
@@ -143,23 +132,18 @@ def test_a_manifest_names_the_shards_of_every_process(
     assert found.step == 1 and "lists" in found.warnings[0]
 
 
-def test_without_the_part_of_a_process_that_is_lost_there_is_no_checkpoint(
-    processes: list[Process], tmp_path: Path
-) -> None:
+def test_without_the_part_of_a_process_that_is_lost_there_is_no_checkpoint(processes, tmp_path):
     save(processes, 1)
     first = processes[0]
     first.save(2)  # the other has ended before it saved
     first.world.lost = True
     first.checkpointer.wait()
     assert first.checkpointer.faults == {"checkpoint": 1}
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {"step_00000001", "last"}
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step_00000001", "last"}
     assert restored(tmp_path).step == 1
 
 
-def test_what_a_process_could_not_write_is_a_failed_save_of_the_first(
-    processes: list[Process], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_process_could_not_write_is_a_failed_save_of_the_first(processes, tmp_path, caplog):
     save(processes, 1)
     first, other = processes
     away = Checkpointer(tmp_path / "not_shared", keep=3, writes=False)

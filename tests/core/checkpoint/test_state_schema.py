@@ -1,7 +1,5 @@
 """What is no state of a run is refused by name, before anything is done with it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -68,7 +66,7 @@ ODD: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_malformed_state_is_named_in_one_line(kind: str, state: dict[str, Any]) -> None:
+def test_a_malformed_state_is_named_in_one_line(kind, state):
     change, problem = ODD[kind]
     check_state(state, 6, "here")
     odd = deepcopy(state)
@@ -81,7 +79,7 @@ def test_a_malformed_state_is_named_in_one_line(kind: str, state: dict[str, Any]
     assert "\n" not in message and len(message) < 300
 
 
-def test_a_state_of_a_version_that_kept_less_or_more_is_one(state: dict[str, Any]) -> None:
+def test_a_state_of_a_version_that_kept_less_or_more_is_one(state):
     before = dict(state)
     for name in ("inputs", "clean"):
         del before[name]
@@ -116,8 +114,8 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
     ids=["a small moment", "no count", "a decision", "progress", "a short generator"],
 )
 def test_a_run_that_cannot_go_on_from_a_state_leaves_its_folder_as_it_was(
-    change: Change, problem: str, trained: Path, tmp_path: Path
-) -> None:
+    change, problem, trained, tmp_path
+):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder, symlinks=True)
     (folder / ".hydra-resumed").mkdir()
@@ -131,9 +129,7 @@ def test_a_run_that_cannot_go_on_from_a_state_leaves_its_folder_as_it_was(
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
-def test_the_checkpoint_before_one_with_a_malformed_state_is_used(
-    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_checkpoint_before_one_with_a_malformed_state_is_used(trained, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(trained, folder, symlinks=True)
     forge(folder / "checkpoints" / "step_00000006", put(settings=None))

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import logging
 import os
@@ -41,11 +39,8 @@ def evaluation(step: int) -> Evaluation:
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then_and_one_per_validation(
-    run: Run,
-    clock: list[float],
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    run, clock, caplog, capfd
+):
     caplog.set_level(logging.INFO, "runner")
     caplog.clear()
     watcher = ProgressDisplay(CONFIG)
@@ -69,9 +64,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_one_per_validation(
 
 
 @pytest.mark.parametrize(("width", "no_color"), [(20, False), (80, True)])
-def test_the_live_display_fits_and_is_gone_at_the_end(
-    run: Run, clock: list[float], monkeypatch: pytest.MonkeyPatch, width: int, no_color: bool
-) -> None:
+def test_the_live_display_fits_and_is_gone_at_the_end(run, clock, monkeypatch, width, no_color):
     stream = io.StringIO()
     screen = Console(file=stream, force_terminal=True, width=width, no_color=no_color, _environ={})
     monkeypatch.setattr(progress, "console", lambda: screen)
@@ -89,9 +82,7 @@ def test_the_live_display_fits_and_is_gone_at_the_end(
 
 
 @pytest.mark.parametrize("kind", ["closed", "broken pipe"])
-def test_no_trouble_with_the_terminal_stops_the_run(
-    run: Run, clock: list[float], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_no_trouble_with_the_terminal_stops_the_run(run, clock, monkeypatch, kind):
     read, write = os.pipe()
     stream = open(write, "w", buffering=1)  # noqa: SIM115  # closed in the course of the test
     screen = progress.console().__class__(file=stream, force_terminal=True, width=80, _environ={})

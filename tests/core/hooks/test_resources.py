@@ -1,15 +1,11 @@
 """Above its shares of the memory a run cleans, and stops; leaks and full disks are said."""
 
-from __future__ import annotations
-
 import gc
 import json
 import mmap
 import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +29,7 @@ from tests import runs
 QUICK = ["data=cancer", "training.steps=60", "monitoring.every=10", "monitoring.progress=false"]
 QUICK += ["device=cpu", "device.threads=1", "optimization=none"]
 MIB = 2**20
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by Linux")
 
 
@@ -42,53 +39,30 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS is kept by
 class NoFiles(Hook):
     """From step 5 to 50 no file can be opened: EMFILE."""
 
-    @contextmanager
-    def session(self, run: Run) -> Iterator[None]:
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
     def on_step(self, run: Run, step: Step) -> None:
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         if step.number in (5, 50):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0 if step.number == 5 else hard, hard))
+            most = 0 if step.number == 5 else FILES[0]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, FILES[1]))
         time.sleep(0.012)  # a row about the machine falls due
 
 
-def test_a_run_continues_when_no_file_can_be_opened(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_run_continues_when_no_file_can_be_opened(caplog, tmp_path):
     more = ["monitoring.system_every_s=0.01", "checkpoint=off"]
     summary = runs.trained(*QUICK, *more, folder=tmp_path, hooks=[NoFiles()])
     assert (summary.status, summary.steps) == ("done", 60)
     assert len(runs.rows(tmp_path, "train")) == 6
     assert summary.faults["monitoring"] > 2
     said = [r.message for r in caplog.records if r.message.endswith("; the run continues")]
-    names = sorted(text.split(": ")[1] for text in said)
-    assert names == ["Recording", "Resources"]  # each once
+    assert sorted(text.split(": ")[1] for text in said) == ["Recording", "Resources"]  # each once
     assert all("Too many open files" in text for text in said)
 
 
-FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-
-class Starves(Hook):
-    """From step 5 on no file can be opened."""
-
-    def on_step(self, run: Run, step: Step) -> None:
-        if step.number == 5:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1]))
-
-
-def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(tmp_path):
     config = compose([*QUICK, "checkpoint.every=5", "training.validate_every=60"])
+    starves = runs.AtSteps(5, lambda run: resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1])))
     try:
         with pytest.raises(StorageError, match=r"3 checkpoints in a row .* Too many open files"):
-            train_job(config, tmp_path, Components(hooks=[Starves()]))
+            train_job(config, tmp_path, Components(hooks=[starves]))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, FILES)
 
@@ -139,14 +113,12 @@ def real(folder: Path, leak: int, left: int, *overrides: str) -> dict[str, Any]:
 
 
 @linux
-def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Path) -> None:
+def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path):
     same = ["schedule=constant", "device.clean_above=null"]
     ended = real(tmp_path, 4 * MIB, 600, "training.steps=500", *same)
     assert ended["status"] == "stopped" and 20 <= ended["steps"] < 150
-    assert (
-        "`ulimit -v` allows" in ended["reason"] and "stability.watch.stop_above" in ended["reason"]
-    )
-    assert f"checkpoint.resume={tmp_path}" in ended["reason"]
+    for part in ("`ulimit -v` all", "stability.watch.stop_above", f"checkpoint.resume={tmp_path}"):
+        assert part in ended["reason"]
     assert ended["faults"]["memory_stop"] == 1 and "out_of_memory" not in ended["faults"]
     step = ended["steps"]
     assert (tmp_path / f"checkpoints/step_{step:08d}/manifest.json").is_file()
@@ -159,7 +131,7 @@ def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Pa
 
 
 @linux
-def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path: Path) -> None:
+def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path):
     ended = real(tmp_path, -4 * MIB, 600, "training.steps=500", "optimization=basic")
     assert ended["status"] == "stopped" and ended["faults"]["memory_stop"] == 1
     assert (tmp_path / f"checkpoints/step_{ended['steps']:08d}/manifest.json").is_file()
@@ -169,9 +141,8 @@ def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path
     assert {row.reason for row in looked} == {"not looked at: the run was stopped for memory"}
 
 
-def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:
-    low = [*QUICK, "stability.watch.stop_above=1e-9"]
-    with runs.opened(*low, folder=tmp_path) as run:
+def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path):
+    with runs.opened(*QUICK, "stability.watch.stop_above=1e-9", folder=tmp_path) as run:
         summary = train(run)
     held = summary.memory.peak_process_bytes / run.device.memory_bytes
     if held < 0.09:  # of a large machine this small process is no part that would help
@@ -183,13 +154,12 @@ def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_pat
 # leaks
 
 
-def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> None:
+def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path):
     ended = real(tmp_path, 50_000, 0, "training.steps=500")
     assert ended["faults"]["leak"] == 1 and ended["status"] == "done"
     (leak,) = runs.faults(tmp_path, "leak")
     assert leak["steps"][0] <= 500 and "debug=memory" in leak["action"]
-    slope = float(leak["message"].partition("grows by ")[2].partition(" KB a step")[0])
-    assert 40 < slope < 65
+    assert 40 < float(leak["message"].partition("grows by ")[2].partition(" KB a step")[0]) < 65
 
 
 class Hoarding:
@@ -226,8 +196,8 @@ class Hoarding:
     ids=["leak", "cache", "garbage"],
 )
 def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_garbage(
-    limit: int, garbage: bool, verdict: str, tmp_path: Path
-) -> None:
+    limit, garbage, verdict, tmp_path
+):
     config = compose([*QUICK[1:], "model=mlp", "training.batch_size=4", "data.workers=2"])
     config.training.steps, config.monitoring.every = 260, 1
     data = UserDataset(Hoarding(limit, garbage), "Hoarding", config.data)
@@ -242,7 +212,7 @@ def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_gar
 
 
 @linux
-def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak() -> None:
+def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak():
     before = memory.anonymous_bytes()
     with mmap.mmap(-1, 40 * MIB) as block:
         block.write(b"x" * 40 * MIB)
@@ -251,7 +221,7 @@ def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [500, 5000])
-def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
+def test_a_healthy_run_raises_nothing(steps, tmp_path):
     ended = real(tmp_path, 0, 0, f"training.steps={steps}")
     assert ended["steps"] == steps and ended["faults"] == {}
 
@@ -259,9 +229,7 @@ def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
 # the rest
 
 
-def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(caplog, tmp_path):
     low = ["stability.watch.disk_min_mb=1e12", "device.clean_above=1e-6"]
     summary = runs.trained(*QUICK, "monitoring.system_every_s=0.0001", *low, folder=tmp_path)
     assert summary.status == "done"
@@ -271,14 +239,14 @@ def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
     assert load and {"cpu_percent", "ram_percent", "disk_free_gib"} <= set(load[0])
 
 
-def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for() -> None:
+def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for():
     with pytest.raises(ConfigError, match=r"stability\.watch\.gpu: NVML is missing"):
         runs.trained(*QUICK, "stability.watch.gpu=true")
     assert runs.trained(*QUICK).status == "done"
 
 
 @pytest.mark.gpu
-def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path: Path) -> None:
+def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path):
     pytest.importorskip("pynvml")
     on = [x for x in QUICK if x != "device=cpu"]
     with build(compose([*on, "stability.watch.gpu=true"]), tmp_path) as run:
@@ -308,8 +276,8 @@ class Card:
     ("allocated", "emptied"), [(0.5, 0), (0.89, 0), (0.95, 1)], ids=["half", "below", "above"]
 )
 def test_memory_that_the_allocator_keeps_for_the_next_step_is_not_freed(
-    monkeypatch: pytest.MonkeyPatch, allocated: float, emptied: int
-) -> None:
+    monkeypatch, allocated, emptied
+):
     card = Card(allocated, 0.97)
     for name in ("memory_allocated", "memory_reserved", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))

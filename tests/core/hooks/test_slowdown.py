@@ -1,11 +1,9 @@
 """A run whose steps become slower says so once, with what takes the time."""
 
-from __future__ import annotations
-
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +44,7 @@ class SlowForward(Hook):
         handle.remove()
 
 
-def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_path: Path) -> None:
+def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_path):
     typed = ("data=cancer", "training.steps=60", "optimization=none", "checkpoint=off")
     alone = ("device.threads=1", "monitoring.every=3", "stability.watch.cpu_above=null")
     summary = runs.trained(*typed, *alone, folder=tmp_path, hooks=[SlowForward()])
@@ -56,11 +54,6 @@ def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_p
     assert "; forward grew most, from " in fault.message
     assert float(fault.message.split(" takes ")[1].split(" ms")[0]) >= 100
     assert 31 < fault.last_step <= 54  # two stretches of 6 steps
-
-
-def test_waiting_that_costs_no_time_is_not_reported() -> None:
-    durations = [seconds / 1000 for seconds in grows(400)]
-    assert planted(durations, WatchConfig(), phase="data") == {}
 
 
 def planted(
@@ -100,33 +93,32 @@ def grows(slow_steps: int) -> list[float]:
     return [FAST] * before + [SLOW] * slow_steps + [FAST] * (STEPS - before - slow_steps)
 
 
-def test_one_slow_stretch_is_no_slowdown_and_two_in_a_row_are() -> None:
-    assert planted(grows(100), WatchConfig()) == {}
-    (message,) = planted(grows(300), WatchConfig()).values()
-    assert message.startswith("a step takes 20 ms, 10 ms in steps ")
-    assert message.endswith("; backward grew most, from 0 ms to 10 ms")
+INSPECTED = [-seconds if seconds == SLOW else seconds for seconds in grows(400)]
+CHEAP = [seconds / 1000 for seconds in grows(400)]
+SLOWER = r"a step takes 20 ms, 10 ms in steps .*; backward grew most, from 0 ms to 10 ms$"
+PLANTED: dict[str, tuple[list[float], dict[str, Any], str, str]] = {
+    "one stretch": (grows(100), {}, "backward", ""),
+    "two in a row": (grows(300), {}, "backward", SLOWER),
+    "below the limit": (grows(400), {"slower": 2.1}, "backward", ""),
+    "above the limit": (grows(400), {"slower": 1.9}, "backward", SLOWER),
+    "no limit": (grows(400), {"slower": None}, "backward", ""),
+    "inspected by a debug tool": (INSPECTED, {}, "backward", ""),
+    "data": (grows(400), {}, "data", "50% of a step waits for data, 0% in steps "),
+    "processes": (grows(400), {}, "waiting", "50% of a step waits for other processes, 0% in "),
+    "data that cost no time": (CHEAP, {}, "data", ""),
+}
 
 
-def test_the_limit_is_that_of_the_config_and_null_reports_nothing() -> None:
-    assert planted(grows(400), WatchConfig(slower=2.1)) == {}
-    assert planted(grows(400), WatchConfig(slower=None)) == {}
-    assert "slower" in planted(grows(400), WatchConfig(slower=1.9))
-
-
-def test_steps_that_a_debug_tool_inspected_do_not_count() -> None:
-    slow = [-seconds if seconds == SLOW else seconds for seconds in grows(400)]
-    assert planted(slow, WatchConfig()) == {}
-
-
-def test_waiting_for_data_or_other_processes_is_reported_by_its_share() -> None:
-    found = planted(grows(400), WatchConfig(), phase="data")
-    assert found["waiting_more"].startswith("50% of a step waits for data, 0% in steps ")
-    found = planted(grows(400), WatchConfig(), phase="waiting")
-    assert found["waiting_more"].startswith("50% of a step waits for other processes, 0% in ")
+@pytest.mark.parametrize("case", PLANTED)
+def test_two_slow_stretches_in_a_row_above_the_limit_are_reported_with_what_grew(case):
+    durations, limits, phase, says = PLANTED[case]
+    found = planted(durations, WatchConfig(**limits), phase)
+    assert bool(found) is bool(says)
+    assert not says or re.match(says, found["slower" if phase == "backward" else "waiting_more"])
 
 
 @pytest.mark.parametrize("others", [0.95], indirect=True)
-def test_busy_cpus_are_reported_in_place_of_slower_steps(others: None) -> None:
+def test_busy_cpus_are_reported_in_place_of_slower_steps(others):
     assert planted(grows(400), WatchConfig()) == {
         "cpu_busy": "other processes use 95% of the CPUs (stability.watch.cpu_above=0.9)"
     }
@@ -137,11 +129,11 @@ def test_busy_cpus_are_reported_in_place_of_slower_steps(others: None) -> None:
 @pytest.mark.parametrize(
     "typed", ["slower=1", "slower=0.5", "cpu_above=1.5", "cpu_above=-1", "slower=.nan"]
 )
-def test_limits_out_of_range_name_the_key(typed: str) -> None:
+def test_limits_out_of_range_name_the_key(typed):
     with pytest.raises(ConfigError, match=f"stability.watch.{typed.partition('=')[0]}"):
         runs.config(f"stability.watch.{typed}")
 
 
-def test_what_only_reports_does_not_change_the_hash_of_a_config() -> None:
+def test_what_only_reports_does_not_change_the_hash_of_a_config():
     changed = runs.config("stability.watch.slower=3", "stability.watch.cpu_above=null")
     assert config_hash(changed) == config_hash(runs.config())

@@ -20,7 +20,8 @@ from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
 from runner.core.train.step import forward_backward
 from runner.diagnose.replay.reopen import open_capture, reopen_run
-from tests.diagnose.captures.captured_runs import Taker, forge
+from tests.core.checkpoint.test_checkpoint_damage import forge
+from tests.diagnose.captures.captured_runs import Taker
 
 from . import steps
 

@@ -1,19 +1,12 @@
 """What went wrong in a run: said once, counted, and kept."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 from runner.core.record import history
 from runner.core.record.history import HISTORY_FILE, History
 
 
-def test_a_repeated_fault_is_logged_once_and_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_repeated_fault_is_logged_once_and_counted(tmp_path, caplog):
     faults = History(tmp_path)
     assert History.read(tmp_path) == []
     for step in range(1, 31):
@@ -32,7 +25,7 @@ def test_a_repeated_fault_is_logged_once_and_counted(
     assert History.read(tmp_path) == []
 
 
-def test_counters_in_a_checkpoint_continue(tmp_path: Path) -> None:
+def test_counters_in_a_checkpoint_continue(tmp_path):
     before, after = History(tmp_path), History(tmp_path)
     before.add("leak", "grows by 5 KB", step=5, category="memory", say=False)
     before.explain(8, "x has a NaN in sample 3")  # its numbers have not reached the host yet
@@ -43,9 +36,7 @@ def test_counters_in_a_checkpoint_continue(tmp_path: Path) -> None:
     assert after.causes == {8: "x has a NaN in sample 3"} and after.explained_steps == {8}
 
 
-def test_many_different_faults_stay_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_different_faults_stay_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(history, "MAX_FAULTS", 3)
     faults = History(tmp_path)
     for letter in "abcde":

@@ -1,7 +1,5 @@
 """Pictures: their width, what stands out in them, and names of any kind."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -16,10 +14,9 @@ def has(picture: np.ndarray, colour: str) -> bool:
     return bool((picture == pixel).all(2).any())
 
 
-def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
+def test_layers_of_any_number_are_drawn_with_their_colours():
     values = [1e-3, None, 0.0, math.inf, math.nan]
     names = [f"blocks.{i}.attention.mixing_of_heads.$x^" for i in range(5)]
     picture = plots.gradient_flow(names, values, values, [BLUE] * 3 + [RED] * 2, {"fine": BLUE}, 7)
     assert has(picture, BLUE) and has(picture, RED) and has(picture, GREEN)
-    nothing = plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1)
-    assert nothing.shape[1] == WIDTH
+    assert plots.gradient_flow(["a"], [None], [None], [BLUE], {}, 1).shape[1] == WIDTH

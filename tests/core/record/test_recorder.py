@@ -1,33 +1,27 @@
-from __future__ import annotations
-
 import json
 import logging
 import math
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from runner.core.record.recorder import Recorder
 from runner.core.record.storage import replace_text
 from runner.core.schemas.monitoring import MonitoringConfig
+from tests.runs import python, scalars
 
 JSON_ONLY = MonitoringConfig(tensorboard=False)
 
 
 def opened(
-    folder: Path | None,
-    step: int = 0,
-    offset: int | None = None,
-    config: MonitoringConfig = JSON_ONLY,
+    folder: Path | None, step: int = 0, offset: int | None = None, config: Any = JSON_ONLY
 ) -> Recorder:
     recorder = Recorder(folder, config)
     recorder.open(step, offset)
@@ -51,7 +45,7 @@ def steps(folder: Path) -> list[object]:
     return [row["step"] for row in rows(folder)]
 
 
-def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path: Path) -> None:
+def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path):
     recorder = opened(tmp_path)
     recorder.scalars(10, "train", {"loss": 0.5, "lr": 1e-3})
     assert steps(tmp_path) == [10]  # before it is closed
@@ -64,7 +58,7 @@ def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path
     ]  # fmt: skip
 
 
-def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path):
     first = opened(tmp_path)
     write(first, [10])
     first.scalars(10, "val", {"loss": 1.0})
@@ -83,9 +77,7 @@ def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path: Path
 
 @pytest.mark.parametrize("offset", [None, 10**9, 2**61, 5])
 @pytest.mark.parametrize("torn", [b"", bytes(3 * 2**20)], ids=["whole", "no line ends"])
-def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(
-    tmp_path: Path, offset: int | None, torn: bytes
-) -> None:
+def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(tmp_path, offset, torn):
     first = opened(tmp_path)
     write(first, [10, 20, 30])
     first.close()
@@ -95,9 +87,7 @@ def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(
     assert steps(tmp_path) == [10, 20, 30][: 3 if torn else 2]
 
 
-def test_without_a_folder_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recorder = opened(None, config=MonitoringConfig())
     write(recorder, [1])
@@ -107,9 +97,7 @@ def test_without_a_folder_nothing_is_written(
     assert recorder.position() == 0 and list(tmp_path.iterdir()) == []
 
 
-def test_a_deleted_folder_is_logged_once_per_file_and_the_run_continues(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_deleted_folder_is_logged_once_per_file_and_the_run_continues(tmp_path, caplog):
     (folder := tmp_path / "run").mkdir()
     recorder = opened(folder, config=MonitoringConfig())
     write(recorder, [1])
@@ -143,13 +131,12 @@ print(json.dumps([recorder.faults, recorder.position()]))
 
 def record_on_a_full_disk(folder: Path, room_again: int) -> tuple[dict[str, int], int, str]:
     """Faults, position and warnings of 199 rows, of which the first 5,000 bytes fit at first."""
-    command = [sys.executable, "-c", CHILD, str(folder), str(room_again)]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    done = python("-c", CHILD, str(folder), str(room_again))
+    assert done.returncode == 0, done.stderr
     return *json.loads(done.stdout), done.stderr
 
 
-def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path):
     faults, position, warned = record_on_a_full_disk(tmp_path, 0)
     size, written = (tmp_path / "metrics.jsonl").stat().st_size, steps(tmp_path)
     assert written == list(range(1, len(written) + 1))
@@ -158,7 +145,7 @@ def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_pa
     assert warned.count("cannot be written, the run continues") == 2
 
 
-def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_path: Path) -> None:
+def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_path):
     faults, position, warned = record_on_a_full_disk(tmp_path, 150)
     assert faults == {} and position == (tmp_path / "metrics.jsonl").stat().st_size
     assert steps(tmp_path) == list(range(1, 200))
@@ -169,9 +156,7 @@ def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
-    tmp_path: Path, resumed: bool
-) -> None:
+def test_files_that_could_not_be_opened_at_the_start_are_opened_later(tmp_path, resumed):
     first = opened(tmp_path, config=MonitoringConfig())
     write(first, range(1, 8))
     first.close()
@@ -189,13 +174,10 @@ def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
     losses = [row["loss"] for row in rows(tmp_path)]
     assert losses == [1.0] * (begin - 1) + [2.0, 2.0]
     assert recorder.position() == (tmp_path / "metrics.jsonl").stat().st_size
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("watch_train/loss")
-    assert [event.value for event in events] == losses
+    assert [value for _, value in scalars(tmp_path, "watch_train/loss")] == losses
 
 
-def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(tmp_path, monkeypatch):
     def refuse(*_: object, **folders: int) -> None:
         raise OSError("no space")
 

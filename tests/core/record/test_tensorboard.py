@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import io
 import os
@@ -17,6 +15,7 @@ from runner.core.record import storage
 from runner.core.record.recorder import Recorder
 from runner.core.record.tensorboard import truncate_events
 from runner.core.schemas.monitoring import MonitoringConfig
+from tests.runs import scalars as points
 
 
 def opened(folder: Path, start_step: int = 0) -> Recorder:
@@ -27,15 +26,10 @@ def opened(folder: Path, start_step: int = 0) -> Recorder:
 
 
 def read(folder: Path) -> EventAccumulator:
-    accumulator = EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0})
-    return accumulator.Reload()
+    return EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
 
 
-def points(folder: Path, tag: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in read(folder).Scalars(tag)]
-
-
-def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
+def test_after_a_resume_no_step_appears_twice(tmp_path):
     first = opened(tmp_path)
     for step in (10, 20, 30):
         first.scalars(step, "train", {"loss": 1.0})
@@ -51,16 +45,14 @@ def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
     third.close()
     files = sorted(tmp_path.glob("events*"))
     assert len(files) == 3
-    rows = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
-    assert [[v.tag for v in row.summary.value] for row in rows] == [
-        ["watch_train/loss", "watch_train/lr"]
-    ]
+    (row,) = [event for event in EventFileLoader(str(files[1])).Load() if event.summary.value]
+    assert [value.tag for value in row.summary.value] == ["watch_train/loss", "watch_train/lr"]
     assert points(tmp_path, "watch_train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
 
 
 def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_later_ones_of_its_own(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first = opened(tmp_path)
     first.text("faults/history", "a", 10)
     first.scalars(20, "train", {"loss": 1.0})
@@ -68,10 +60,8 @@ def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_la
     first.end("failed", 20, {"accuracy": 0.5})  # at the step of the checkpoint
     first.text("faults/history", "b", 20)
     first.close()
-    others = (
-        tmp_path / f"events.out.tfevents.{int(time.time()) + 5}.host.1.0"
-    )  # of a writer of the user's
-    others.write_bytes(b"")
+    others = tmp_path / f"events.out.tfevents.{int(time.time()) + 5}.host.1.0"
+    others.write_bytes(b"")  # of a writer of the user's
     for _ in range(2):  # the file of the session before is later than the checkpoint
         again = Recorder(tmp_path, MonitoringConfig())
         again.open(20, None, position)
@@ -85,9 +75,7 @@ def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_la
 
 
 @pytest.mark.parametrize("position", [None, 3, ["../x", 1], ["metrics.jsonl", 1], ["a", "b"]])
-def test_a_position_that_names_no_event_file_leaves_all_files(
-    position: object, tmp_path: Path
-) -> None:
+def test_a_position_that_names_no_event_file_leaves_all_files(position, tmp_path):
     first = opened(tmp_path)
     first.scalars(1, "train", {"loss": 1.0})
     first.close()
@@ -96,7 +84,7 @@ def test_a_position_that_names_no_event_file_leaves_all_files(
     assert (tmp_path / "metrics.jsonl").read_text().count("step") == 1
 
 
-def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path) -> None:
+def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path):
     given = {"lr": 0.1, "name": "a\udcff", "amp": True}
     for start, status in ((0, "failed"), (10, "done")):
         recorder = opened(tmp_path, start)
@@ -117,9 +105,7 @@ def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path)
     assert (metric.name.tag, metric.display_name) == ("val/accuracy", "accuracy (last)")
 
 
-def test_a_row_of_hparams_that_had_to_wait_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_hparams_that_had_to_wait_is_whole(tmp_path, monkeypatch):
     recorder, write, refused = opened(tmp_path), os.write, [True]
 
     def full_once(descriptor: int, data: bytes) -> int:
@@ -135,7 +121,7 @@ def test_a_row_of_hparams_that_had_to_wait_is_whole(
     assert tags.keys() == {"_hparams_/experiment", "_hparams_/session_start_info"}
 
 
-def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
+def test_texts_and_pictures_come_back_as_they_went_in(tmp_path):
     picture = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
     recorder = opened(tmp_path)
     recorder.text("about/config", "# größe\udcff", 0)
@@ -152,7 +138,7 @@ def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), picture)
 
 
-def test_a_run_that_begins_again_in_its_folder_shows_no_step_twice(tmp_path: Path) -> None:
+def test_a_run_that_begins_again_in_its_folder_shows_no_step_twice(tmp_path):
     for run in (1.0, 2.0):
         recorder = opened(tmp_path)
         for step in (0, 10):

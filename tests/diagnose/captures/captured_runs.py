@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from runner import Summary
 from runner.core.captures.manifest import list_captures
-from runner.core.checkpoint.manifest import to_checksummed_json
 from runner.core.interfaces.hook import Hook, Report, Step, Verdict
 from runner.core.interfaces.run import Run
 from runner.diagnose.replay.reopen import Capture, open_capture
@@ -61,11 +57,3 @@ def taken(folder: Path, *overrides: str) -> tuple[Capture, Capture, Taker]:
     trained(folder, hook, *overrides)
     moved, stayed = map(open_capture, list_captures(folder))
     return moved, stayed, hook
-
-
-def forge(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrite a manifest with its digest, as an attacker would."""
-    body = json.loads((folder / "manifest.json").read_text())
-    del body["digest"]
-    change(body)
-    (folder / "manifest.json").write_bytes(to_checksummed_json(body))

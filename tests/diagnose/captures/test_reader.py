@@ -1,9 +1,7 @@
 """A capture is read only if every byte is what was written, and runs no code."""
 
-from __future__ import annotations
-
-import json
 import shutil
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,9 @@ import torch
 
 from runner.core.captures.manifest import list_captures
 from runner.core.errors import CheckpointError, SecurityError
-from runner.core.security.files.file_bytes import hash_file
 from runner.diagnose.replay.reopen import open_capture
+from tests.core.checkpoint.test_checkpoint_damage import forge, forge_file
 from tests.core.security.planted import Mark
-from tests.diagnose.captures.captured_runs import forge
 
 
 @pytest.fixture
@@ -26,7 +23,7 @@ FILES = ("state.pt", "manifest.json", "checkpoint/state.pt")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
+def test_damage_is_named_with_its_file(folder, name):
     path = folder / name
     whole = path.read_bytes()
     half = len(whole) // 2
@@ -43,15 +40,11 @@ def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
 
 def forge_state(folder: Path, content: object) -> None:
     """Replace state.pt, with a manifest that fits."""
-    path = folder / "state.pt"
-    torch.save(content, path)
-    files = json.loads((folder / "manifest.json").read_text())["files"]
-    sha256, size = hash_file(path)
-    files["state.pt"] = {"size": size, "sha256": sha256}
-    forge(folder, lambda body: body.update(files=files))
+    torch.save(content, file := BytesIO())
+    forge_file(folder, "state.pt", file.getvalue())
 
 
-def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Path) -> None:
+def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder):
     marker = folder / "marker"
     forge_state(folder, {"state": Mark(marker), "model": {}})
     with pytest.raises(SecurityError, match=r"state\.pt: refused.*mkdir"):
@@ -62,22 +55,17 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Pat
 @pytest.mark.parametrize(
     "changes",
     [
-        {"format": 2},
-        {"step": 3},
-        {"weights": "none"},
-        {"config": []},
-        {"files": {"../../x": {"size": 1, "sha256": ""}}},
-        {"weights": "again"},
-        {"threads": "2"},
+        *({"format": 2}, {"step": 3}, {"weights": "none"}, {"weights": "again"}, {"config": []}),
+        *({"threads": "2"}, {"files": {"../../x": {"size": 1, "sha256": ""}}}),
     ],
 )
-def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
-    forge(folder, lambda body: body.update(changes))
+def test_a_manifest_of_another_kind_is_refused(folder, changes):
+    forge(folder, **changes)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         open_capture(folder)
 
 
-def test_a_state_of_another_shape_is_refused(folder: Path) -> None:
+def test_a_state_of_another_shape_is_refused(folder):
     good = torch.load(folder / "state.pt", weights_only=True)
     text = [{**good, "state": {**good["state"], **c}} for c in ({"grad_norm": "1"}, {"loss": []})]
     odd = ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1])

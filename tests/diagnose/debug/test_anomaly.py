@@ -1,13 +1,10 @@
 """Anomaly mode: the operation, line and module of a NaN are named, and the run survives or ends."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +21,7 @@ from runner.core.objectives.custom import CustomObjective
 from runner.core.record.summary import Summary
 from runner.diagnose.debug.anomaly import AnomalyTool
 from tests import runs
+from tests.my_package import Computed, differentiable
 
 DIGITS = "data=digits training.batch_size=32 training.steps=8 training.validate_every=100".split()
 ANOMALY = [*DIGITS, "debug=anomaly"]
@@ -68,12 +66,10 @@ def trained(overrides: list[str], folder: Path | None, model: nn.Module | None =
     return runs.trained(*overrides, folder=folder, given=given, hooks=hooks)
 
 
-def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: Path) -> None:
+def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path):
     model = Net(Root(), bad=(3, 5))
     summary = trained(ANOMALY, tmp_path, model)
-    assert summary.status == "done"
-    assert summary.skipped_steps == 2
-    assert summary.faults["anomaly"] == 2
+    assert (summary.status, summary.skipped_steps, summary.faults["anomaly"]) == ("done", 2, 2)
     (fault,) = runs.faults(tmp_path, "anomaly")
     assert fault["steps"] == [3, 5]
     culprit = "the gradient through part (Root) becomes Inf in the backward, of finite numbers, "
@@ -83,12 +79,11 @@ def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: 
     assert "returned nan values" in fault["traceback"]
     assert all(p.isfinite().all() for p in model.parameters())
     assert not torch.is_anomaly_enabled()
-    assert "2 × " in runs.finding(summary, "anomaly") and runs.finding(summary, "anomaly").endswith(
-        "every step"
-    )
+    found = runs.finding(summary, "anomaly")
+    assert "2 × " in found and found.endswith("every step")
 
 
-def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
+def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path):
     overrides = [*ANOMALY, "debug.on_anomaly=raise"]
     with pytest.raises(GaveUp) as caught:
         trained(overrides, tmp_path, Net(Root(), bad=(3,)))
@@ -101,26 +96,16 @@ def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
     assert not torch.is_anomaly_enabled()
 
 
-class Quotient(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x / (x - x) if not bool(x.any()) else x
+OVERFLOWS = differentiable(
+    lambda ctx, x: torch.full_like(x, torch.inf), lambda ctx, gradient: torch.zeros_like(gradient)
+)
 
 
 class Huge(nn.Module):
     """Inf, whose gradient is Inf too and no NaN."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if x.any() else Overflowing.apply(x)  # type: ignore[no-any-return]
-
-
-class Overflowing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return torch.full_like(x, torch.inf)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.zeros_like(gradient)
+        return x if x.any() else OVERFLOWS(x)
 
 
 class Replaced(Net):
@@ -133,14 +118,13 @@ class Replaced(Net):
 @pytest.mark.parametrize(
     ("model", "culprit"),
     [
-        (Net(Quotient(), bad=(4,)), "part (Quotient) makes NaN of finite numbers, div.Tensor, "),
+        (Net(Computed(lambda _, x: x if x.any() else x / x), bad=(4,)),
+         "part (Computed) makes NaN of finite numbers, div.Tensor, "),
         (Replaced(Huge(), bad=(4,)), "part (Huge) makes Inf of a constant Inf"),
     ],
     ids=["NaN", "Inf"],
-)
-def test_what_a_forward_makes_is_told_from_what_it_does_to_backward(
-    model: Net, culprit: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_what_a_forward_makes_is_told_from_what_it_does_to_backward(model, culprit, tmp_path):
     summary = trained(ANOMALY, tmp_path, model)
     assert (summary.status, summary.faults["anomaly"]) == ("done", 1)
     (fault,) = runs.faults(tmp_path, "anomaly")
@@ -156,9 +140,7 @@ class Chatty(Root):
         return super().forward(x)
 
 
-def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
-    tmp_path: Path,
-) -> None:
+def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(tmp_path):
     overrides = [*ANOMALY, "training.micro_batch=10"]
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
@@ -171,38 +153,25 @@ def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
     assert not any("Error detected in" in text for text in said)
 
 
-def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
-    overrides = [*ANOMALY, "debug.anomaly.every=2"]
-    summary = trained(overrides, tmp_path, Net(Root(), bad=(3, 4)))
+def test_every_nth_step_is_watched_and_said_so(tmp_path):
+    summary = trained([*ANOMALY, "debug.anomaly.every=2"], tmp_path, Net(Root(), bad=(3, 4)))
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in runs.faults(tmp_path, "anomaly")] == [[4]]
     assert runs.finding(summary, "anomaly").endswith("every 2 steps")
 
 
-def test_another_error_stays_what_it_is() -> None:
-    class Broken(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("my own mistake")
+def test_another_error_stays_what_it_is():
+    def broken(model: nn.Module, x: Tensor) -> Tensor:
+        raise ValueError("my own mistake")
 
     with pytest.raises(ValueError, match="my own mistake"):
-        trained(ANOMALY, None, Net(Broken(), bad=()))
+        trained(ANOMALY, None, Net(Computed(broken), bad=()))
     assert not torch.is_anomaly_enabled()
 
 
-POISONED = [
-    *ANOMALY[1:],
-    *(
-        "model._target_=my_package.Net data._target_=my_package.Noisy +data.poison=[7] "
-        "security.trusted=[my_package] data.workers=0"
-    ).split(),
-]
-
-
-def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    summary = trained(POISONED, tmp_path)
+@pytest.mark.usefixtures("my_package")
+def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(tmp_path, caplog):
+    summary = trained([*ANOMALY[1:], *runs.NOISY, "+data.poison=[7]", "data.workers=0"], tmp_path)
     assert summary.status == "done"
     (fault,) = runs.faults(tmp_path, "anomaly")
     assert fault["message"] == "the input is not finite: 1 of 32 samples"
@@ -213,19 +182,10 @@ def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
     assert summary.faults["non_finite"] == summary.faults["anomaly"]  # counted, if not said
 
 
-class Poisoned(nn.Module):
-    """A loss whose targets are not numbers at one step."""
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output.mean(1) - target).square().mean()
-
-
-def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
-    overrides, given = (
-        [*ANOMALY, "training.steps=2"],
-        Components(objective=CustomObjective(Poisoned(), "o")),
-    )
-    with runs.opened(*overrides, folder=tmp_path, given=given) as run:
+def test_a_target_that_is_no_number_is_told_as_such(tmp_path):
+    loss = Computed(lambda _, output, target: (output.mean(1) - target).square().mean())
+    given = Components(objective=CustomObjective(loss, "o"))
+    with runs.opened(*ANOMALY, "training.steps=2", folder=tmp_path, given=given) as run:
         batches, at = run.train.batches, run.train.at
 
         def poisoned(batch: Batch) -> Batch:
@@ -242,23 +202,17 @@ def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
+def test_watched_steps_leave_a_whole_step_graph(tmp_path):
     compiled = "optimization=ultra debug.anomaly.every=5 optimization.measure=false"
     overrides = [*ANOMALY, *compiled.split(), "training.steps=20"]
 
-    class Bad(nn.Module):
-        """A weight whose gradient is NaN at each step: it starts at the root of 0."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
-            self.scale = nn.Parameter(torch.zeros(16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x.flatten(1)) * self.scale.sqrt())  # type: ignore[no-any-return]
-
+    bad = Computed(  # the gradient of the weight is NaN at each step
+        lambda model, x: model.last(x.flatten(1) * model.scale.sqrt()),
+        last=nn.Linear(64, 10),
+        scale=nn.Parameter(torch.zeros(64)),
+    )
     overrides += ["stability.max_consecutive_skips=1000"]
-    with runs.opened(*overrides, folder=tmp_path, given=Components(model=Bad())) as run:
+    with runs.opened(*overrides, folder=tmp_path, given=Components(model=bad)) as run:
         with pytest.raises(GaveUp, match="nothing is trained: all 20 steps"):
             train(run)
     assert run.step_graph is not None
@@ -268,15 +222,17 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     assert "uncompiled" in runs.finding(Summary.read(tmp_path), "anomaly")
 
 
-def test_the_cost_of_checking_every_step_is_unknown() -> None:
+def test_the_cost_of_checking_every_step_is_unknown():
     typed = ("data=cancer", "optimization=none", "training.steps=2", "debug=anomaly")
     summary = runs.trained(*typed)
     (cost,) = (row for row in summary.tools if row.name == "anomaly")
     assert cost.seconds is None
     assert "2 looks, cost –)" in _format_tool(cost, summary)
+    summary.wall_seconds = 100.0
+    assert "less than 0.1% of the run" in _format_tool(Cost("x", 1, 0.04), summary)
 
 
-def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others() -> None:
+def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others():
     typed = ("data=cancer", "optimization=none", "training.steps=40", "debug=anomaly")
     with runs.opened(*typed, "debug.anomaly.every=10") as run:
         summary = train(run)
@@ -290,10 +246,3 @@ def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others()
     assert cost is not None and cost.seconds == pytest.approx(4 * (1.5 - 0.5) + 0.25)
     summary.wall_seconds = 42.5
     assert "(4 looks, 4.2 s, 10.0% of the run)" in _format_tool(cost, summary)
-
-
-def test_a_small_cost_is_less_than_a_share_and_an_unknown_one_is_no_number() -> None:
-    summary = runs.trained("data=cancer", "training.steps=2")
-    summary.wall_seconds = 100.0
-    assert "less than 0.1% of the run" in _format_tool(Cost("x", 1, 0.04), summary)
-    assert _format_tool(Cost("x", 0, None), summary) == "0 looks, cost –"

@@ -1,13 +1,9 @@
 """Time by module: own time, backward by its owner, stalls in Python, in a run and in own loops."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,42 +18,34 @@ from runner.diagnose.debug.profile import ProfileTool
 from runner.diagnose.debugging import Debugger
 from tests import runs
 from tests.diagnose.debug.test_profile import profiled
+from tests.my_package import Computed, differentiable
 
 FORWARD_MS, BACKWARD_MS = 20.0, 45.0  # more than other programs take from the rest of a step
 SHORT = "training.steps=10"
 
 
-class Sleep(torch.autograd.Function):
-    """The identity; an operator that takes known times in forward and in backward."""
+def timed() -> nn.Module:
+    """Takes known times in an operator, in forward and in backward."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(FORWARD_MS / 1e3)
+    def wait(ms: float, x: Tensor) -> Tensor:
+        time.sleep(ms / 1e3)
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        time.sleep(BACKWARD_MS / 1e3)
-        return grad
+    operator = differentiable(
+        lambda ctx, x: wait(FORWARD_MS, x), lambda ctx, gradient: wait(BACKWARD_MS, gradient)
+    )
+    return Computed(lambda _, x: operator(x))
 
 
-class Timed(nn.Module):
-    """Spends its time in that operator."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x)  # type: ignore[no-untyped-call, no-any-return]
-
-
-class Nested(nn.Module):
+def nested() -> nn.Module:
     """Has a module that is called twice, by two names."""
+    part, layer = timed(), nn.Linear(30, 30)
+    return Computed(lambda m, x: m.alias(m.timed(m.layer(x))), layer=layer, timed=part, alias=part)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(30, 30)
-        self.timed = self.alias = Timed()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.alias(self.timed(self.layer(x)))
+def dawdling() -> nn.Module:
+    """Only Python, for 100 ms."""
+    return Computed(lambda _, x: time.sleep(0.1) or x)
 
 
 class Recomputed(nn.Module):
@@ -65,7 +53,7 @@ class Recomputed(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.layer, self.timed, self.reentrant = nn.Linear(30, 30), Timed(), reentrant
+        self.layer, self.timed, self.reentrant = nn.Linear(30, 30), timed(), reentrant
         self.head = nn.Linear(30, 2)
 
     def _block(self, x: Tensor) -> Tensor:
@@ -78,22 +66,11 @@ class Recomputed(nn.Module):
         return self.head(checkpoint(self._block, x, use_reentrant=self.reentrant))
 
 
-class Dawdling(nn.Module):
-    """Only Python, for 100 ms."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.1)
-        return x
-
-
 class Net(nn.Module):
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
-        self.first, self.body, self.head = (
-            nn.Linear(30, 30),
-            nn.Sequential(*parts),
-            nn.Linear(30, 2),
-        )
+        self.first, self.body = nn.Linear(30, 30), nn.Sequential(*parts)
+        self.head = nn.Linear(30, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(self.first(x)))
@@ -103,9 +80,9 @@ def rows_of(tool: ProfileTool) -> dict[str, ModuleTime]:
     return {row.module: row for row in tool.modules}
 
 
-def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: Path) -> None:
+def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path):
     before = nn.Module.__call__
-    tool, _, _ = profiled(SHORT, model=Net(Nested()), folder=tmp_path)
+    tool, _, _ = profiled(SHORT, model=Net(nested()), folder=tmp_path)
     assert nn.Module.__call__ is before
     rows = rows_of(tool)
     timed = rows["body.0.timed"]
@@ -132,7 +109,7 @@ def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: P
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_is_time_of_its_module_in_backward(reentrant: bool) -> None:
+def test_a_recomputation_is_time_of_its_module_in_backward(reentrant):
     tool, _, _ = profiled(SHORT, model=Recomputed(reentrant))
     timed = rows_of(tool)["timed"]
     assert timed.calls == 2
@@ -141,7 +118,7 @@ def test_a_recomputation_is_time_of_its_module_in_backward(reentrant: bool) -> N
     assert rows_of(tool)["(model)"].total_ms < timed.total_ms / 3
 
 
-def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight() -> None:
+def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight():
     wide = nn.Linear(30, 30)
     wide.weight.register_hook(lambda grad: time.sleep(BACKWARD_MS / 1e3))
     tool, _, _ = profiled(SHORT, "training.micro_batch=16", model=Net(wide))
@@ -149,17 +126,19 @@ def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight() -> None:
     assert row.calls == 2 and row.backward_ms >= 2 * BACKWARD_MS  # of 32 samples
 
 
-def test_a_stall_in_python_is_named_by_its_module() -> None:
-    tool, _, _ = profiled(SHORT, model=Net(Dawdling(), nn.ReLU()))
+@pytest.mark.parametrize("stacks", ["false", "true"])
+def test_a_stall_in_python_is_named_by_its_module(stacks):
+    tool, _, _ = profiled(SHORT, f"debug.profile.stacks={stacks}", model=Net(dawdling(), nn.ReLU()))
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
     assert tool.measurements.step_ms > 2 * tool.measurements.operators_ms
     assert "most in module body.0 1" in tool.verdicts[0]
-    assert not any("amp" in text for text in tool.verdicts)
+    assert not any("amp" in text for text in tool.verdicts)  # no operator is blamed
+    assert not any(".py(" in row["name"] or "<" in row["name"] for row in tool.operators)
 
 
-def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> None:
-    profiled(SHORT, "debug.profile.modules=false", model=Net(Timed()), folder=tmp_path)
+def test_without_modules_there_are_no_times_and_no_ranges(tmp_path):
+    profiled(SHORT, "debug.profile.modules=false", model=Net(timed()), folder=tmp_path)
     record = runs.debug_file(tmp_path, "profile")
     assert record["modules"] == []
     assert "| module |" not in (tmp_path / "debug/profile.md").read_text()
@@ -167,7 +146,7 @@ def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> Non
         assert "module body" not in file.read().decode()
 
 
-def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none() -> None:
+def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none():
     tool, again, earlier = (ProfileTool(DebugConfig()) for _ in range(3))
     tool.modules = [ModuleTime("body.0", 1.0, 2.0, 3.0, 0.5)]
     state = json.loads(tool.resume_state())
@@ -180,12 +159,15 @@ def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", ["whole_step", "compile"])
-def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique: str) -> None:
+def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique):
     from torch._dynamo.utils import counters
 
     lengths = ["optimization.compile.min_steps=0"] if technique == "compile" else []
-    tool, summary, _ = profiled(f"optimization.{technique}.enabled=true", *lengths)
+    tool, summary, run = profiled(f"optimization.{technique}.enabled=true", *lengths)
     assert {row.name: row.engaged for row in summary.techniques}[technique]
+    assert any("ompiled" in operator["name"] for operator in tool.operators)
+    assert "##" not in tool.markdown(1.0).partition("| operator |")[2].partition("\n\n")[0]
+    assert run.step_graph is not None or technique == "compile"
     rows = rows_of(tool)
     assert set(rows) <= {COMPILED, REST, "(model)"}
     assert rows[COMPILED].calls == 1 and rows[COMPILED].share > 0.2
@@ -194,14 +176,14 @@ def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique: str) -
     assert not counters["graph_break"]
 
 
-def test_the_other_modules_of_a_long_table_are_one_row() -> None:
+def test_the_other_modules_of_a_long_table_are_one_row():
     rows = [ModuleTime(str(i), 1, 1.0, 2.0, 0.02) for i in range(MAX_ROWS + 5)]
     table = module_table([*rows, ModuleTime(REST, 0, 0.5, 0.0, 0.01)])
     assert "| (5 more) | 5 | 5 | 10 | 10.0% |" in table and f"| {REST} |  | 0.5 |" in table
     assert len(table.splitlines()) == 2 + MAX_ROWS + 2
 
 
-def test_the_backward_of_a_scripted_module_is_its_own() -> None:
+def test_the_backward_of_a_scripted_module_is_its_own():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(
@@ -213,10 +195,9 @@ def test_the_backward_of_a_scripted_module_is_its_own() -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_profile_model_has_the_time_by_module(backward: bool) -> None:
-    profile = profile_model(Net(Nested()), torch.randn(4, 30), runs=2, backward=backward)
-    rows = {row.module: row for row in profile.modules}
-    timed = rows["body.0.timed"]
+def test_profile_model_has_the_time_by_module(backward):
+    profile = profile_model(Net(nested()), torch.randn(4, 30), runs=2, backward=backward)
+    timed = {row.module: row for row in profile.modules}["body.0.timed"]
     assert timed.calls == 2 and timed.forward_ms >= 2 * FORWARD_MS
     assert timed.backward_ms >= 2 * BACKWARD_MS if backward else timed.backward_ms == 0
     assert timed.share > 0.5 and profile.modules[0] is timed
@@ -225,8 +206,8 @@ def test_profile_model_has_the_time_by_module(backward: bool) -> None:
     assert "body.0.timed" in str(profile)
 
 
-def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path: Path) -> None:
-    model, loss_fn, own = Net(Nested()), nn.MSELoss(), Debugger()
+def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path):
+    model, loss_fn, own = Net(nested()), nn.MSELoss(), Debugger()
     with own.trace(tmp_path / "trace"):
         for _ in range(3):
             with own.context("step"):
@@ -241,16 +222,16 @@ def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path: Pat
     assert own.summary().operations[0].calls == 3
 
 
-def test_a_trace_of_an_own_loop_is_written_after_an_error_and_names_a_stall(tmp_path: Path) -> None:
+def test_a_trace_of_an_own_loop_is_written_after_an_error_and_names_a_stall(tmp_path):
     with pytest.raises(KeyError), Debugger().trace(tmp_path):
-        Net(Dawdling(), Dawdling())(torch.randn(4, 30))
+        Net(dawdling(), dawdling())(torch.randn(4, 30))
         raise KeyError
     page = (tmp_path / "profile.md").read_text()
     assert "outside of torch's operators, most in module body." in page
     assert (tmp_path / "trace.json").exists()
 
 
-def test_a_trace_needs_a_folder_and_no_other_profiler(tmp_path: Path) -> None:
+def test_a_trace_needs_a_folder_and_no_other_profiler(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
     for folder, problem in (

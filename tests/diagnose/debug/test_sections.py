@@ -1,9 +1,7 @@
 """Named sections: counted by name and category while somebody asks, and nothing otherwise."""
 
-from __future__ import annotations
-
-import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,13 +10,14 @@ from torch import Tensor, nn
 from runner import profile
 from runner.diagnose.debug import sections
 from runner.diagnose.debug.sections import MAX_SECTIONS, OTHERS
+from tests.my_package import Computed
 
 
 def busy() -> None:
     torch.randn(64, 64) @ torch.randn(64, 64)
 
 
-def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section() -> None:
+def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section():
     with profile.section("before"), profile.collect() as totals:
         for _ in range(3):
             with profile.section("batch", category="data"):
@@ -41,19 +40,16 @@ def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section() -
     assert sections._active_totals is None
 
 
-def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -> None:
+def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded():
     @profile.section("worker", category="thread")
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(200):
             with profile.section("inner"):
                 pass
 
     with profile.collect() as totals:
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
         for i in range(MAX_SECTIONS + 50):
             with profile.section(f"sample {i}"):
                 pass
@@ -62,20 +58,15 @@ def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -
     assert len(totals.rows) == MAX_SECTIONS + 1 and totals.rows[OTHERS, ""].calls == 52
 
 
-class Sectioned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
+def test_a_section_in_a_compiled_model_causes_no_graph_break_or_recompilation():
+    torch._dynamo.reset()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def sectioned(module: nn.Module, x: Tensor) -> Tensor:
         with profile.section("layer", category="model"):
-            x = self.layer(x)
+            x = module.layer(x)
         return x.relu()
 
-
-def test_a_section_in_a_compiled_model_causes_no_graph_break_or_recompilation() -> None:
-    torch._dynamo.reset()
-    model, x = Sectioned(), torch.randn(2, 4)
+    model, x = Computed(sectioned, layer=nn.Linear(4, 4)), torch.randn(2, 4)
     graphs: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> object:

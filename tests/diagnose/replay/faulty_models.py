@@ -45,14 +45,6 @@ class Cancels(nn.Module):
         return 1e-3 * z / (y - z)  # CANCELS
 
 
-class Overflows(nn.Module):
-    """Beyond float16, not beyond bfloat16."""
-
-    def forward(self, x: Tensor, off: Tensor) -> Tensor:
-        large = torch.mm(1e3 * x, 1e4 * torch.eye(x.shape[1]))  # OVERFLOWS
-        return torch.where(off > 0, large * 1e-7, x)
-
-
 class OnlyCompiled(nn.Module):
     """Takes a shortcut where it is compiled, and that is wrong."""
 
@@ -148,7 +140,6 @@ class Through(nn.Module):
 PARTS: dict[str, Any] = {
     "": Through,
     "cancels": Cancels,
-    "overflows": Overflows,
     "compiled": OnlyCompiled,
     "log": Log,
     "root": Root,

@@ -1,8 +1,7 @@
 """The module that makes the first NaN or Inf is the one named, in forward and backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,11 @@ from runner.core.objectives.custom import CustomObjective as CustomLoss
 from runner.diagnose.replay.results import StepPhase
 from runner.diagnose.replay.trace import trace_compiled, trace_step
 from tests import runs
+from tests.my_package import Computed, differentiable
 
 INF = float("inf")
 Change = Callable[[Tensor], Tensor]
 Made = Callable[[], nn.Module]
-
-
-class Value(nn.Module):
-    """Any function as a layer."""
-
-    def __init__(self, of: Change) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of(x)
 
 
 def numpy_inf(tensor: Tensor) -> Tensor:
@@ -41,15 +30,9 @@ def numpy_inf(tensor: Tensor) -> Tensor:
     return changed
 
 
-def function(forward: Callable[..., Any], backward: Callable[..., Any]) -> Change:
-    """An autograd function of these two, applied."""
-    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("Planted", (torch.autograd.Function,), parts).apply
-
-
 def spoiled(change: Change) -> Change:
     """x as it is, and a changed gradient."""
-    return function(lambda ctx, x: x.clone(), lambda ctx, g: change(g))
+    return differentiable(lambda ctx, x: x.clone(), lambda ctx, g: change(g))
 
 
 def infinite(gradient: Tensor) -> Tensor:
@@ -60,39 +43,23 @@ def refuse(gradient: Tensor) -> Tensor:
     raise ValueError("no gradient")
 
 
-class Scaled(nn.Module):
-    """A parameter of its own, to which a hook gives a bad gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8))
-        self.weight.register_hook(lambda g: g * INF)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
 def hooked(x: Tensor) -> Tensor:
     if x.requires_grad:
         x.register_hook(infinite)
     return x
 
 
-def hooked_module() -> nn.Module:
-    module = Value(lambda x: x * 1)
-    module.register_full_backward_hook(lambda module, ins, outs: tuple(g * INF for g in ins))
+def scaled() -> nn.Module:
+    """A parameter of its own, to which a hook gives a bad gradient."""
+    module = Computed(lambda module, x: x * module.weight, weight=nn.Parameter(torch.ones(8)))
+    module.weight.register_hook(lambda g: g * INF)
     return module
 
 
-class Checkpointed(nn.Module):
-    """Another module inside of it, recomputed in the backward."""
-
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.before, self.inner, self.reentrant = nn.Linear(8, 8), inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: self.inner(self.before(x)), x, use_reentrant=self.reentrant)
+def hooked_module() -> nn.Module:
+    module = Computed(lambda _, x: x * 1)
+    module.register_full_backward_hook(lambda module, ins, outs: tuple(g * INF for g in ins))
+    return module
 
 
 class Attention(nn.Module):
@@ -112,7 +79,7 @@ class Attention(nn.Module):
 
 
 def value(of: Change) -> Made:
-    return lambda: Value(of)
+    return lambda: Computed(lambda _, x: of(x))
 
 
 def slope(of: Change) -> Made:
@@ -124,8 +91,8 @@ BACKWARD: dict[str, Made] = {  # layers from 8 to 8 features whose value is fini
     "full_like": value(spoiled(infinite)),
     "nan": value(spoiled(lambda g: torch.where(g == g, float("nan"), g))),
     "numpy": value(spoiled(numpy_inf)),
-    "no operation": value(function(lambda ctx, x: x, lambda ctx, g: infinite(g))),
-    "parameter hook": Scaled,
+    "no operation": value(differentiable(lambda ctx, x: x, lambda ctx, g: infinite(g))),
+    "parameter hook": scaled,
     "input hook": value(lambda x: hooked(x) * 1),
     "output hook": value(lambda x: hooked(x * 1)),
     "module hook": hooked_module,
@@ -136,7 +103,7 @@ FORWARD: dict[str, Made] = {  # the same with a value that is not, or an Inf tha
     "log": value(lambda x: x + (x * 0).log()),
     "masked_fill": value(lambda x: x.masked_fill(x == x, -INF)),
     "numpy": value(lambda x: x + numpy_inf(x)),
-    "function": value(function(lambda ctx, x: x + numpy_inf(x), lambda ctx, g: g)),
+    "function": value(differentiable(lambda ctx, x: x + numpy_inf(x), lambda ctx, g: g)),
     "overflow": value(lambda x: (x + 1e30) * 1e30),
     "masked attention": lambda: Attention(by_hand=False),
     "masked in place": lambda: Attention(by_hand=True),
@@ -174,37 +141,36 @@ def traced(run: Run, fault: Made, trace: Callable[..., Any] = trace_step) -> tup
 
 
 @pytest.mark.parametrize("fault", BACKWARD)
-def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
+def test_a_fault_of_the_backward_is_named_by_its_module(fault, made):
     assert traced(made, BACKWARD[fault])[:2] == (StepPhase.backward, "block.2")
 
 
 @pytest.mark.parametrize("fault", FORWARD)
-def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) -> None:
+def test_a_fault_of_the_forward_is_named_by_its_module(fault, made):
     assert traced(made, FORWARD[fault])[:2] == (StepPhase.forward, "block.2")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fault", ["numpy", "where log", "selects"])
-def test_a_fault_of_a_recomputed_module_is_named_by_its_module(
-    fault: str, reentrant: bool, made: Run
-) -> None:
+def test_a_fault_of_a_recomputed_module_is_named_by_its_module(fault, reentrant, made):
     phase = StepPhase.backward if fault in BACKWARD else StepPhase.forward
-    inner = BACKWARD.get(fault) or FORWARD[fault]
-    block = traced(made, lambda: Checkpointed(inner(), reentrant))
-    assert block[:2] == (phase, "block.2.inner")
+
+    def checkpointed() -> nn.Module:
+        inner, before = (BACKWARD.get(fault) or FORWARD[fault])(), nn.Linear(8, 8)
+        body = nn.Sequential(before, inner)
+        recomputed = partial(checkpoint, body, use_reentrant=reentrant)
+        return Computed(lambda _, x: recomputed(x), before=before, inner=inner)
+
+    assert traced(made, checkpointed)[:2] == (phase, "block.2.inner")
 
 
 @pytest.mark.parametrize("fault", ["full_like", "where log"])
-def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
-    fault: str, made: Run
-) -> None:
+def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(fault, made):
     assert traced(made, BACKWARD[fault], trace_compiled)[:2] == (StepPhase.backward, "block.2")
 
 
-def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(
-    made: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    raised = "block.2 (Value) raised ValueError: no gradient in the backward"
+def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(made, monkeypatch):
+    raised = "block.2 (Computed) raised ValueError: no gradient in the backward"
     assert traced(made, value(spoiled(refuse))) == (StepPhase.exception, "block.2", raised)
     with monkeypatch.context() as patch:
         patch.setattr(made.model, "functional", True)
@@ -218,7 +184,7 @@ def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(
     assert found.startswith("the gradient through the objective becomes Inf")
 
 
-def test_hooks_of_a_step_that_was_traced_are_gone(made: Run) -> None:
+def test_hooks_of_a_step_that_was_traced_are_gone(made):
     register = torch.Tensor.register_hook
     traced(made, BACKWARD["output hook"])
     assert torch.Tensor.register_hook is register

@@ -1,7 +1,5 @@
 """`optimization=auto` in real runs: what it chooses is kept, taken again, and ended cleanly."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -9,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
+from typing import Any
 
 import psutil
 import pytest
@@ -46,11 +45,10 @@ LONG = """
 
 @pytest.mark.slow
 def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_take_again(
-    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, own_cache, caplog
+):
     config = compose(LONG)
     given = resolve_auto(config, tmp_path / "run")
-    assert given.optimization is not None
     asked = [name for name, t in given.optimization.techniques() if t.enabled]
     evidence = json.loads((tmp_path / "run" / EVIDENCE_FILE).read_text())
     assert evidence["techniques"] == asked
@@ -75,7 +73,7 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     assert "is damaged and not used" in caplog.text
 
 
-def test_the_selection_is_a_config_file_that_says_the_same(tmp_path: Path) -> None:
+def test_the_selection_is_a_config_file_that_says_the_same(tmp_path):
     base = compose(["optimization.attention.kernel=flash"]).optimization
     optimization = enable_techniques(base, ["amp", "attention", "fused_optimizer"])
     folder = tmp_path / "conf" / "optimization"
@@ -86,15 +84,14 @@ def test_the_selection_is_a_config_file_that_says_the_same(tmp_path: Path) -> No
 
 
 def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is_continued(
-    tmp_path: Path, own_cache: Path
-) -> None:
+    tmp_path, own_cache
+):
     summary = train(compose(["optimization=auto", "training.steps=20"]), tmp_path)
     (choice,) = [c for c in summary.choices if c.key == "optimization"]
     assert choice.value == "system fused_optimizer"
     assert "budget_s=180 (from 360 s): only free techniques are enabled" in choice.reason
     assert not own_cache.exists()
-    asked = {row.name for row in summary.techniques if row.requested}
-    assert asked == set(choice.value.split())
+    assert {row.name for row in summary.techniques if row.requested} == set(choice.value.split())
     assert (tmp_path / YAML_FILE).is_file()
     more = ["optimization=auto", "training.steps=40", "checkpoint.resume=auto"]
     second = train(compose(more), tmp_path)
@@ -103,7 +100,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is
     assert second.steps == 40
 
 
-def test_a_technique_enabled_by_name_is_on_in_every_candidate() -> None:
+def test_a_technique_enabled_by_name_is_on_in_every_candidate():
     config = compose(["optimization=auto", "optimization.amp.enabled=true"])
     arms = make_arms(config, make_candidates(["tf32", "amp"]))
     assert all(arm.config.optimization.amp.enabled for arm in arms)
@@ -111,35 +108,32 @@ def test_a_technique_enabled_by_name_is_on_in_every_candidate() -> None:
     assert all(not arm.config.checkpoint.enabled for arm in arms)
 
 
-def test_candidates_of_a_distributed_run_are_one_process_with_its_part_of_the_batch() -> None:
+def test_candidates_of_a_distributed_run_are_one_process_with_its_part_of_the_batch():
     typed = ["distributed=ddp", "distributed.processes=2", "training.batch_size=33", "device=cpu"]
     (arm, _) = make_arms(compose(["optimization=auto", *typed]), [])
     assert arm.config.distributed.kind.value == "none"
     assert arm.config.training.batch_size == 17
 
 
-def test_auto_is_refused_where_it_was_not_resolved() -> None:
+def test_auto_is_refused_where_it_was_not_resolved():
     with pytest.raises(ConfigError, match="resolved by measuring"):
         build(compose(["optimization=auto"]))
 
 
-def test_a_technique_that_is_not_there_is_named() -> None:
+def test_a_technique_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match="optimization.auto.without"):
         compose(["optimization=auto", "optimization.auto.without=[ampp]"])
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path):
     command = [sys.executable, "-m", "runner", *LONG, f"hydra.run.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with Popen(
-        command, cwd=ROOT, env=environment, stderr=STDOUT, stdout=PIPE, text=True
-    ) as process:
+    output: Any = {"stderr": STDOUT, "stdout": PIPE, "text": True}
+    with Popen(command, cwd=ROOT, env=environment, **output) as process:
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if "none: first step after" in line:
-                    break
+            assert any("none: first step after" in line for line in process.stdout)
             family = psutil.Process(process.pid).children(recursive=True)
             assert family
             process.send_signal(signal.SIGINT)

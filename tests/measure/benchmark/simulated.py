@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from runner.core.errors import WorkerFailure
@@ -60,10 +59,10 @@ class World:
     def pool(
         self,
         arms: Sequence[Arm],
-        settings: BenchmarkConfig,
-        folder: Path | None,
+        settings: Any,
+        folder: Any,
         given: Any = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Any = None,
     ) -> Any:
         return Simulation(self, arms, list(metrics or {}))
 
@@ -136,14 +135,9 @@ class Simulation:
         ms *= self.noise.lognormvariate(0.0, world.noise)
         steps = max(3, int(seconds * 1000 / ms))
         world.now += max(seconds, steps * ms / 1e3)
+        per_sample, last = ms / SAMPLES, [ms] * 4
         return Turn(
-            steps,
-            SAMPLES * steps,
-            seconds,
-            ms,
-            ms / SAMPLES,
-            [ms] * 4,
-            other_cpu_share=world.others,
+            steps, SAMPLES * steps, seconds, ms, per_sample, last, other_cpu_share=world.others
         )
 
     def finish(self, name: str) -> WorkerResults:

@@ -1,11 +1,10 @@
 """`benchmark_optimizations`: live models and data, in processes of their own."""
 
-from __future__ import annotations
-
+import copy
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import RunBuilder
 from runner.measure.benchmark.result import BenchmarkResult
 from runner.measure.comparison import compare_arms
+from tests import runs
+from tests.my_package import Computed
 
 
 @dataclass
@@ -48,38 +49,26 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(320, 16), torch.randint(0, 3, (320,))
 
 
-def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(tmp_path, capsys):
     model = net().eval()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs, target = data()
+    samples = TensorDataset(*data())
     noise = torch.get_rng_state()
     result = benchmark_optimizations(
-        model,
-        TensorDataset(inputs, target),
-        ["none"],
-        techniques=[Waste()],
-        optimizer=optimizer,
-        overrides=["training.batch_size=40"],
-        budget_s=3,
-        parity=False,
-        control=False,
-        folder=tmp_path,
-    )
+        model, samples, ["none"], techniques=[Waste()], optimizer=optimizer, budget_s=3,
+        overrides=["training.batch_size=40"], parity=False, control=False, folder=tmp_path,
+    )  # fmt: skip
     assert [(arm.name, arm.status) for arm in result.arms] == [("none", "done"), ("Waste", "done")]
     plain, waste = result.arms
     assert plain.samples_per_step == waste.samples_per_step == 40
     assert waste.speedup is not None
     assert waste.speedup < 0.9  # planted: eight times as much to compute, and more
-    rows = {row["name"]: row["engaged"] for row in waste.summary["techniques"]}
-    assert rows["Waste"] is True
+    assert {row["name"]: row["engaged"] for row in waste.summary["techniques"]}["Waste"] is True
     assert BenchmarkResult.read(tmp_path).arm("Waste").blocks == waste.blocks
     assert (tmp_path / "comparison.html").is_file()
 
-    assert not model.training
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not model.training and runs.differences(before, model.state_dict()) == []
     assert all(p.grad is None for p in model.parameters())
     assert optimizer.state == {}
     assert torch.equal(noise, torch.get_rng_state())
@@ -89,25 +78,13 @@ def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
     assert [row.name for row in compare_arms(result, tmp_path).rows] == ["none", "Waste"]
 
 
-class Unsendable(nn.Module):
-    """Holds what no other process can have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 3)
-        self.twice = lambda x: 2 * x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.twice(self.layer(x))
-
-
-def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
+def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out():
+    unsendable = Computed(lambda model, x: model.layer(x), layer=nn.Linear(16, 3))
     with pytest.raises(UsageError, match="model cannot be sent.*classes and functions of a module"):
-        benchmark_optimizations(Unsendable(), data(), ["none", "basic"], budget_s=3)
+        benchmark_optimizations(unsendable, data(), ["none", "basic"], budget_s=3)
+    loss: Any = lambda output, target: output.sum()  # noqa: E731
     with pytest.raises(UsageError, match="objective cannot be sent.*no lambda"):
-        benchmark_optimizations(
-            net(), data(), ["none", "basic"], loss_fn=lambda a, b: a.sum(), budget_s=3
-        )
+        benchmark_optimizations(net(), data(), ["none", "basic"], loss_fn=loss, budget_s=3)
 
 
 @pytest.mark.parametrize(
@@ -124,17 +101,13 @@ def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
         ({"budget_s": 0.01}, "budget_s"),
     ],
 )
-def test_a_mistake_is_answered_before_any_process_is_started(
-    more: dict[str, object], message: str
-) -> None:
+def test_a_mistake_is_answered_before_any_process_is_started(more, message):
     with pytest.raises(Exception, match=message) as caught:
         benchmark_optimizations(net(), data(), **{"arms": ["none", "basic"], **more})  # type: ignore[arg-type]
     assert type(caught.value).__module__ == "runner.core.errors"
 
 
-def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(monkeypatch):
     class Mine(nn.Linear): ...
 
     Mine.__module__ = "__main__"

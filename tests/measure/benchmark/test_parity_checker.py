@@ -1,41 +1,30 @@
 """Parity of arms, in a process that may come to harm: a verdict, or why there is none."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
 
 from runner.core.config.composing import compose
-from runner.core.interfaces.run import Run
-from runner.core.interfaces.technique import Evidence, RunBuilder, Technique
+from runner.core.interfaces.technique import RunBuilder
 from runner.measure.benchmark.arms import Arm
 from runner.measure.benchmark.parity_checker import NO_TECHNIQUE, ParityChecker, ParityVerdict
+from tests.measure.parity.parity_mutants import mutant
 
 SMALL = ["device=cpu", "device.threads=1", "model.width=8", "model.depth=1", "training.steps=20"]
 TRUSTED = "security.trusted=[parity_mutants,tests]"
 
 
-class Endless(Technique):
-    """Never comes to an end."""
-
-    def apply(self, builder: RunBuilder) -> str | None:
-        while True:
-            signal.pause()
-
-    def engaged(self, run: Run) -> Evidence:
-        return Evidence(True, "")
+@mutant
+def Endless(builder: RunBuilder) -> None:
+    while True:
+        signal.pause()
 
 
-class Deadly(Endless):
-    """Takes the process down."""
-
-    def apply(self, builder: RunBuilder) -> str | None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
+@mutant
+def Deadly(builder: RunBuilder) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def arm(extra: str, *overrides: str) -> Arm:
@@ -43,20 +32,17 @@ def arm(extra: str, *overrides: str) -> Arm:
     return Arm("an arm", compose([*SMALL, TRUSTED, *overrides, *asked]))
 
 
-def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
+def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process():
     with ParityChecker(60.0) as checker:
         assert checker.check(arm("", "optimization=none")) == ParityVerdict("exact", NO_TECHNIQUE)
         assert checker.process is None
 
 
 @pytest.mark.slow
-def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
+@pytest.mark.usefixtures("parity_mutants")
+def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end():
     with ParityChecker(120.0) as checker:
         right = checker.check(arm("", "optimization=basic"))
-        assert checker.process is not None
         pid = checker.process.pid
         wrong = checker.check(arm("parity_mutants.DroppedGradient", "optimization=none"))
         assert checker.process.pid == pid

@@ -1,7 +1,5 @@
 """The benchmarks in scripts/; bench_claims.py compares claims by whole intervals."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import bench_claims  # noqa: E402
-from bench_claims import (  # noqa: E402
+from bench_claims import (  # noqa: E402  # noqa: E402  # noqa: E402
     BETTER,
     FAILS,
     HOLDS,
@@ -84,13 +82,8 @@ def measured(world: World, *trials: ClaimRun) -> list[ClaimResult]:
     ],
 )
 def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
-    measures: str,
-    bar: float,
-    end: float | None,
-    interval: tuple[float, float],
-    noise: float,
-    expected: str,
-) -> None:
+    measures, bar, end, interval, noise, expected
+):
     estimate = Estimate(sum(interval) / 2, *interval)
     result, reason = decide_verdict(claim(measures, bar, range_end=end), estimate, noise)
     assert result == expected
@@ -109,9 +102,7 @@ def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
         ("flash attention", {"reading": 0.4}, HOLDS),
     ],
 )
-def test_a_planted_effect_gets_the_verdict_of_its_claim(
-    name: str, effect: dict[str, float], expected: str
-) -> None:
+def test_a_planted_effect_gets_the_verdict_of_its_claim(name, effect, expected):
     tested = replace(CLAIMS[name], arm="arm", needs="")
     (row,) = measured(planted(**effect), trial(tested))  # type: ignore[arg-type]
     assert (row.name, row.verdict, row.claimed) == (name, expected, tested.claimed)
@@ -121,7 +112,7 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(
 
 
 @pytest.mark.parametrize("dies", [PLAIN_ARM, "arm"])
-def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
+def test_what_cannot_be_measured_is_a_row_that_says_why(dies):
     (scaling,) = [tested for tested in TRIALS if tested.gpus]
     idle = trial(claim("speed", 1.5, needs="amp"), arm=["optimization=amp"])
     refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
@@ -138,7 +129,7 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
 
 
 @pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
-def test_every_claim_composes_with_its_techniques_enabled(tested: ClaimRun) -> None:
+def test_every_claim_composes_with_its_techniques_enabled(tested):
     plain = config_of(*tested.work, *tested.plain).optimization
     configs = {name: config_of(*tested.work, *over) for name, over in tested.arms.items()}
     for one in tested.claims:
@@ -149,7 +140,7 @@ def test_every_claim_composes_with_its_techniques_enabled(tested: ClaimRun) -> N
         assert one.note
 
 
-def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
+def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention():
     text = """
         data=stdlib_text data.sequence=512 data.validation_samples=2 model=gpt
         model.width=32 model.depth=1 training.batch_size=4 optimization=custom
@@ -168,7 +159,7 @@ def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
     assert peaks["plain"] - peaks["flash"] > 0.5 * matrices
 
 
-def test_the_page_has_a_row_for_each_claim() -> None:
+def test_the_page_has_a_row_for_each_claim():
     typed = "python -m runner optimization=compile"
     rows = [
         ClaimResult("faster", "20–30 % faster", "digits", "speed", HOLDS, 1.31, (1.29, 1.33), 0.011,
@@ -188,14 +179,14 @@ def test_the_page_has_a_row_for_each_claim() -> None:
 
 
 @pytest.mark.parametrize("typed", ["experiment=claims", "+benchmark.claims=true"])
-def test_claims_in_a_command_name_the_script_that_measures_them(typed: str, tmp_path: Path) -> None:
+def test_claims_in_a_command_name_the_script_that_measures_them(typed, tmp_path):
     done = command(tmp_path, "job=benchmark", typed)
     assert done.returncode == 2
     assert "python scripts/bench_claims.py" in done.stderr and "'claims'" in done.stderr
 
 
 @pytest.mark.slow
-def test_every_benchmark_runs_and_prints_its_table() -> None:
+def test_every_benchmark_runs_and_prints_its_table():
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_all.py"), "--smoke"], capture_output=True, text=True
     )

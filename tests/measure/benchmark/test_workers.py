@@ -1,7 +1,5 @@
 """Arms in processes of their own: one works at a time, and none outlives its pool."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import signal
@@ -64,7 +62,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     return result
 
 
-def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> None:
+def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race):
     for turn in (turn for turns in race.turns.values() for turn in turns):
         assert turn.steps == len(turn.step_ms) >= 3
         assert turn.samples == pytest.approx(32 * turn.steps, rel=0.1)  # an epoch's last is less
@@ -77,7 +75,7 @@ def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> Non
         assert turn.other_cpu_share is None or 0 <= turn.other_cpu_share <= 1
 
 
-def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race: Race) -> None:
+def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race):
     steps = sum(turn.steps for turn in race.turns["none"])
     assert race.finished["none"].summary["steps"] == 4 + 1 + steps
     assert race.idle_seconds <= 0.03  # of three turns of 0.1 s; the kernel counts in hundredths
@@ -87,9 +85,7 @@ def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race: Rac
     assert race.finished["none"].metrics["in_steps"] < warm_up + worked + race.waited_seconds / 2
 
 
-def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_process(
-    race: Race,
-) -> None:
+def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_process(race):
     for name, finished in race.finished.items():
         assert finished.problems == []
         kept = json.loads((race.folder / name / "summary.json").read_text())
@@ -106,7 +102,7 @@ def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_proc
 
 
 @pytest.mark.slow
-def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path: Path) -> None:
+def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path):
     arms = [arm(name, *BASE, f"optimization={name}") for name in ("none", "basic")]
     hashes: list[list[int]] = []
     summaries: list[str] = []
@@ -129,7 +125,7 @@ def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_program_keeps_its_own_fork_server() -> None:
+def test_a_program_keeps_its_own_fork_server():
     mine = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60.0,))
     mine.start()
     try:
@@ -146,7 +142,7 @@ def test_a_program_keeps_its_own_fork_server() -> None:
 
 
 @pytest.mark.slow
-def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path: Path) -> None:
+def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path):
     arms = [arm("none", *BASE), arm("same", *BASE)]
     settings = BenchmarkConfig(budget_s=600.0, narrow=0.3, processes=3, block_s=0.1, parity=False)
     result = measure(arms, settings, tmp_path)
@@ -176,7 +172,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.slow
-def test_two_data_workers_are_twice_as_fast_and_no_more(pool: WorkerPool) -> None:
+def test_two_data_workers_are_twice_as_fast_and_no_more(pool):
     ratios = []
     for _ in range(3):
         turns = {name: pool.turn(name, 0.1) for name in ("w0", "w2")}
@@ -186,7 +182,7 @@ def test_two_data_workers_are_twice_as_fast_and_no_more(pool: WorkerPool) -> Non
 
 
 @pytest.mark.slow
-def test_data_workers_are_stopped_while_another_arm_has_its_turn(pool: WorkerPool) -> None:
+def test_data_workers_are_stopped_while_another_arm_has_its_turn(pool):
     workers = psutil.Process(pool.workers["w2"].pid).children()
     assert len(workers) == 2
     assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}

@@ -1,7 +1,5 @@
 """What is compared with what: the parts of the verdict, with numbers made by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -42,7 +40,7 @@ def beyond(key: TensorKey, errors: list[float], plain: float = 1e-7) -> list[int
     ]
 
 
-def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_is_not() -> None:
+def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_is_not():
     few, many = STEPS // 5, STEPS // 5 + 1
     small, large = KINK_ERROR / 2, KINK_ERROR * 2
     assert beyond(GRADIENT, [small] * few + [1e-7] * (STEPS - few)) == []
@@ -55,7 +53,7 @@ def record(gradients: dict[str, Tensor], **buffers: Tensor) -> StepRecord:
     return StepRecord(torch.ones(()), torch.ones(()), gradients, TrajectoryState({}, buffers, {}))
 
 
-def test_a_count_has_to_be_the_same() -> None:
+def test_a_count_has_to_be_the_same():
     one, two = (record({}, seen=torch.tensor(n)) for n in (1, 2))
     key = TensorKey(ErrorKind.buffer, "seen")
     for ours, error in ((two, math.inf), (one, 0.0)):
@@ -63,7 +61,7 @@ def test_a_count_has_to_be_the_same() -> None:
         assert step.error == error
 
 
-def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there() -> None:
+def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there():
     one = torch.ones(2)
     start, key = TrajectoryState({"w": one}, {}, {}), TensorKey(ErrorKind.gradient, "w")
     ours = [record({"v": one}), record({"w": one, "v": one}), record({"v": one})]
@@ -74,7 +72,7 @@ def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there(
     ]
 
 
-def test_the_imaginary_part_of_a_complex_tensor_is_compared() -> None:
+def test_the_imaginary_part_of_a_complex_tensor_is_compared():
     ours, truth = torch.tensor([1 + 1j]), torch.tensor([1 + 3j])
     found = Distances()
     found.add(GRADIENT, ours, truth)
@@ -83,7 +81,7 @@ def test_the_imaginary_part_of_a_complex_tensor_is_compared() -> None:
     assert [step.floor > 0 for step in found.steps[GRADIENT]] == [True, True]
 
 
-def test_an_error_where_the_reference_is_zero_widens_no_other_bound() -> None:
+def test_an_error_where_the_reference_is_zero_widens_no_other_bound():
     plain, wrong = Distances(), Distances()
     for truth in (torch.zeros(2), torch.ones(2)):
         plain.add(GRADIENT, truth + 1e-7, truth, floor=0.0)
@@ -93,9 +91,7 @@ def test_an_error_where_the_reference_is_zero_widens_no_other_bound() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too(
-    bad: float,
-) -> None:
+def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too(bad):
     good, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
     tolerance = Tolerance(series(GRADIENT, [1.0]), 1.0)
     for truth, wrong in ((good, True), (broken.double(), False)):
@@ -110,9 +106,7 @@ def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too
     ("kind", "warmup", "first"),
     [("constant", 0.0, 0), ("constant", 100.0, 100), ("linear", 0.1, 100), ("step", 0.0, 291)],
 )
-def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(
-    kind: str, warmup: float, first: int
-) -> None:
+def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(kind, warmup, first):
     assert (
         first_update(lr_factors(ScheduleConfig(ScheduleKind(kind), warmup), 1000), STEPS) == first
     )

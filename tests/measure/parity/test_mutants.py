@@ -1,9 +1,6 @@
 """Every planted fault is caught, and nothing that is right is called wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -100,9 +97,7 @@ BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 LEVELS = {"basic": [], "advanced": BF16, "memory_efficient": []}
 
 
-@pytest.fixture(autouse=True)
-def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+pytestmark = pytest.mark.usefixtures("parity_mutants")
 
 
 def judged(model: Sequence[str], mutant: str, seed: int, *overrides: str) -> Parity:
@@ -128,10 +123,9 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("fault", "seed"), PLANTED)
-def test_a_planted_fault_is_caught_in_what_it_spoils(fault: Fault, seed: int) -> None:
+def test_a_planted_fault_is_caught_in_what_it_spoils(fault, seed):
     found = judged(MODELS[fault.model], fault.mutant, seed, *fault.overrides.split())
     assert found.verdict is Agreement.fail, found.rows
-    assert found.first is not None
     assert found.first.kind == fault.kind
     if fault.kind == "draw":
         assert found.first == worst_draw(found)
@@ -141,9 +135,7 @@ def test_a_planted_fault_is_caught_in_what_it_spoils(fault: Fault, seed: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", RANDOM)
-def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(
-    model: str, seed: int
-) -> None:
+def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(model, seed):
     if model in ("gpt2", "bert"):
         pytest.importorskip("transformers")
     result = judged(RANDOM[model], "OtherNumbers", seed, NONE)
@@ -153,7 +145,7 @@ def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_right_technique_raises_no_alarm(model: str) -> None:
+def test_a_right_technique_raises_no_alarm(model):
     if model in ("gpt2", "bert"):
         pytest.importorskip("transformers")
     reference = ParityReference(compose([*QUIET, *MODELS[model], NONE]))

@@ -1,9 +1,6 @@
 """Techniques that are right pass, and mutants of them fail with the tensor they went wrong at."""
 
-from __future__ import annotations
-
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,60 +12,23 @@ from runner.measure.parity import trajectory
 from runner.measure.parity.distance import Agreement, Parity
 from runner.measure.parity.reference import ParityReference, check_parity
 from tests import runs
+from tests.measure.parity.test_mutants import BF16, MODELS, OWN
+from tests.my_package import Computed
 
 QUIET = ["optimization=none"]
-MODELS = {
-    "mlp": ["model.width=32"],
-    "cnn": "model=cnn model.width=8 model.stages=2 model.blocks=1".split(),
-    "gpt": """
-    data=stdlib_text data.sequence=32 model=gpt model.width=32 model.depth=2
-    model.heads=2 training.batch_size=8
-    """.split(),
-    "classifier": """
-    data=stdlib_parts data.sequence=32 model=classifier model.width=32 model.heads=2
-    training.batch_size=16
-    """.split(),
-}
-DROPPING = [*MODELS["mlp"], "model.dropout=0.2"]
-BF16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
 PARTS = ["optimization.accumulation.enabled=true", "optimization.accumulation.micro_batch=6"]
 FUSED = ["optimization.fused_optimizer.enabled=true"]
 NHWC = ["optimization.channels_last.enabled=true"]
 STEPS = 8  # enough for what is wrong at once; tests/measure/parity/test_mutants.py makes all 40
 
 
-@pytest.fixture(autouse=True)
-def _mutants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+pytestmark = pytest.mark.usefixtures("parity_mutants")
 
 
 def judged(model: list[str], technique: list[str], mutant: str = "") -> Parity:
-    extra = [f"optimization.extra=[parity_mutants.{mutant}]", "security.trusted=[parity_mutants]"]
-    overrides = [*QUIET, *model, *technique, *(extra if mutant else [])]
+    extra = [f"optimization.extra=[parity_mutants.{mutant}]"] if mutant else []
+    overrides = [*QUIET, *model, *technique, *extra]
     return check_parity(runs.config(*overrides), runs.config(*QUIET, *model), STEPS, attribute=True)
-
-
-class Fourier(nn.Module):
-    """A layer with complex weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(30, dtype=torch.cfloat))
-        self.out = nn.Linear(30, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.fft.ifft(torch.fft.fft(x) * self.weight).real)
-
-
-class TwoBranches(nn.Module):
-    """One of two layers a step: weights without a gradient in some steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(30, 2) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[int(self.training and torch.rand(()) < 0.5)](x)
 
 
 class Teacher(nn.Module):
@@ -83,10 +43,8 @@ class Teacher(nn.Module):
         with torch.no_grad():
             if self.training:
                 self.net.weight.clamp_(-0.1, 0.1)
-                for moved, weight in zip(
-                    self.copy.parameters(), self.net.parameters(), strict=True
-                ):
-                    moved.lerp_(weight, self.rate)
+                self.copy.weight.lerp_(self.net.weight, self.rate)
+                self.copy.bias.lerp_(self.net.bias, self.rate)
             soft = self.copy(x)
         return self.net(x) + 0.1 * soft
 
@@ -94,33 +52,35 @@ class Teacher(nn.Module):
 # -- what is right passes --------------------------------------------------------------------------
 
 
+FOURIER = Computed(  # with complex weights
+    lambda model, x: model.out(torch.fft.ifft(torch.fft.fft(x) * model.weight).real),
+    weight=nn.Parameter(torch.randn(30, dtype=torch.cfloat)),
+    out=nn.Linear(30, 2),
+)
+TWO_BRANCHES = Computed(  # weights without a gradient in some steps
+    lambda model, x: model.layers[int(model.training and torch.rand(()) < 0.5)](x),
+    layers=nn.ModuleList(nn.Linear(30, 2) for _ in range(2)),
+)
+SLOW_TEACHER = pytest.param(Teacher(False), marks=pytest.mark.slow)
+TABLE = [*QUIET, "data=cancer"]
+
+
 @pytest.mark.parametrize(
     "model",
-    [
-        Fourier(),
-        TwoBranches(),
-        Teacher(True),
-        pytest.param(Teacher(False), marks=pytest.mark.slow),
-    ],
+    [FOURIER, TWO_BRANCHES, Teacher(True), SLOW_TEACHER],
     ids=["complex", "unused", "frozen teacher", "teacher"],
 )
-def test_complex_unused_or_moved_weights_give_no_false_alarm(
-    model: nn.Module,
-) -> None:
-    given = Components(model=model)
-    table = [*QUIET, "data=cancer"]
-    reference = ParityReference(runs.config(*table), STEPS, given)
-    found = reference.judge(runs.config(*table, *FUSED))
+def test_complex_unused_or_moved_weights_give_no_false_alarm(model):
+    reference = ParityReference(runs.config(*TABLE), STEPS, Components(model=model))
+    found = reference.judge(runs.config(*TABLE, *FUSED))
     assert found.verdict is not Agreement.fail, found.first
     assert found.reference == "fp64"
     kinds = {row.kind for row in found.rows}
     assert {"gradient", "update"} <= kinds
     assert ("buffer" in kinds) is isinstance(model, Teacher)
     if isinstance(model, Teacher):
-        # moved twice as far
-        extra = ["optimization.extra=[parity_mutants.FasterTeacher]"]
-        trusted = "security.trusted=[parity_mutants]"
-        wrong = reference.judge(runs.config(*table, *FUSED, *extra, trusted))
+        extra = "optimization.extra=[parity_mutants.FasterTeacher]"  # moved twice as far
+        wrong = reference.judge(runs.config(*TABLE, *FUSED, extra, *OWN))
         assert wrong.verdict is Agreement.fail and wrong.first is not None
         assert wrong.first.name in ("copy.weight", "copy.bias", "loss", "grad_norm", "net.weight")
         if not model.copy.weight.requires_grad:  # compared as a buffer alone
@@ -128,83 +88,66 @@ def test_complex_unused_or_moved_weights_give_no_false_alarm(
             assert kinds["buffer"] is False and "update" not in kinds
 
 
-def test_an_update_is_measured_from_the_weights_that_the_forward_left() -> None:
-    table = [*QUIET, "data=cancer"]
-    reference = ParityReference(runs.config(*table), STEPS, Components(model=Teacher(True)))
-    frozen = ["optimization.extra=[parity_mutants.Frozen]", "security.trusted=[parity_mutants]"]
-    found = reference.judge(runs.config(*table, *frozen))
+def test_an_update_is_measured_from_the_weights_that_the_forward_left():
+    reference = ParityReference(runs.config(*TABLE), STEPS, Components(model=Teacher(True)))
+    found = reference.judge(runs.config(*TABLE, "optimization.extra=[parity_mutants.Frozen]", *OWN))
     row = next(row for row in found.rows if (row.kind, row.name) == ("update", "net.weight"))
     assert row.error == pytest.approx(1.0, abs=1e-3) and not row.within  # all of the update
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=pytest.mark.slow) if m in ("classifier", "cnn") else m for m in MODELS],
-)
-def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
+@pytest.mark.parametrize("model", ["mlp", "gpt"])  # the others: test_mutants.py
+def test_real_techniques_are_explained_by_precision_on_every_model(model):
     reference = ParityReference(runs.config(*QUIET, *MODELS[model]), STEPS)
     for technique in (BF16, [*FUSED, *NHWC], PARTS):
         found = reference.judge(runs.config(*QUIET, *MODELS[model], *technique))
         assert found.verdict is not Agreement.fail, (technique, found.first)
-        assert found.techniques
-        assert found.reference == "fp64"
-        assert found.rows
+        assert found.techniques and found.rows and found.reference == "fp64"
 
 
-def test_what_changes_nothing_is_exact() -> None:
+def test_what_changes_nothing_is_exact():
     found = judged(MODELS["mlp"], [], "Harmless")
-    assert found.verdict is Agreement.exact
-    assert found.first is None
+    assert found.verdict is Agreement.exact and found.first is None
 
 
 # -- mutants fail ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("model", "technique", "mutant", "kind"),
+    ("model", "technique", "mutant", "kind", "culprits"),
     [
-        (MODELS["mlp"], BF16, "DroppedGradient", "gradient"),
-        (DROPPING, BF16, "NoDropout", "draw"),
+        ("mlp", BF16, "DroppedGradient", "gradient", ["DroppedGradient"]),
+        ("dropping", BF16, "NoDropout", "draw", ["NoDropout"]),
+        ("dropping", PARTS, "SumOfParts", "loss", ["accumulation", "SumOfParts"]),
     ],
 )
-def test_a_mutant_fails_at_what_it_spoils_and_is_named(
-    model: list[str], technique: list[str], mutant: str, kind: str
-) -> None:
-    found = judged(model, technique, mutant)
-    assert found.verdict is Agreement.fail
-    assert found.first is not None
+def test_a_mutant_fails_at_what_it_spoils_and_is_named(model, technique, mutant, kind, culprits):
+    found = judged(MODELS[model], technique, mutant)
+    assert found.verdict is Agreement.fail and found.first is not None
     assert found.first.kind == kind
-    assert found.culprits == [mutant]
-    assert all(verdict != "FAIL" for name, verdict in found.alone.items() if name != mutant)
-
-
-def test_a_loss_scaled_wrong_under_accumulation_fails_and_takes_both_to_blame() -> None:
-    found = judged(DROPPING, PARTS, "SumOfParts")
-    assert found.verdict is Agreement.fail
-    assert found.first is not None
-    assert (found.first.kind, found.first.step) == ("loss", 1)
-    assert found.culprits == ["accumulation", "SumOfParts"]
-    assert "FAIL" not in found.alone.values()
+    assert kind != "loss" or found.first.step == 1
+    assert found.culprits == culprits
+    wrong_alone = [name for name, verdict in found.alone.items() if verdict == "FAIL"]
+    assert wrong_alone == (culprits if len(culprits) == 1 else [])
 
 
 # -- what is no fault of a technique's -------------------------------------------------------------
 
 
-def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way() -> None:
+def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way():
     found = judged(MODELS["cnn"], PARTS)
     assert found.verdict is Agreement.exact
     assert any("micro-batch of 6" in note for note in found.notes)
 
 
-def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> None:
-    own = ["model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]"]
+def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline():
+    own = ["model._target_=parity_mutants.WrittenInFp32", *OWN]
     fused = judged(own, FUSED)
     assert fused.verdict is Agreement.explained
     assert fused.reference == "the baseline itself"
     assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
 
 
-def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch):
     small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
     monkeypatch.setattr(trajectory, "MAX_WEIGHT_STEPS", 12 * 3_466)
     found = check_parity(small, without_techniques(small))
@@ -213,7 +156,7 @@ def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.Monkey
     assert any("steps: 3,466 weights, 0.0 GFLOP a step" in one for one in found.not_judged)
 
 
-def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays() -> None:
+def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays():
     def switches() -> list[object]:
         import torch._inductor.config as inductor
 
@@ -236,7 +179,7 @@ def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays(
 @pytest.mark.parametrize(
     "optimizer", [["optimizer=adamw"], ["optimizer=sgd", "optimizer.weight_decay=0.1"]]
 )
-def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer: list[str]) -> None:
+def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer):
     fused = "optimization.fused_optimizer.enabled=true"
     with runs.opened(*QUIET, "model.width=8", *optimizer, fused, "stability.clip_norm=0.5") as run:
         batches = run.train.batches(0)

@@ -1,8 +1,5 @@
 """verify.what=distributed passes what is right, and names what is not by the first value of it."""
 
-from __future__ import annotations
-
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +28,7 @@ MLP += ("stability.clip_norm=0.1", "device.threads=1", "training.steps=4")
 JOB = ("job=verify", "verify.what=distributed", "device.threads=1", *TWO)
 
 
-@pytest.fixture(autouse=True)
-def _breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
+pytestmark = pytest.mark.usefixtures("parity_mutants")
 
 
 def quick(*overrides: str) -> RunConfig:
@@ -59,9 +53,7 @@ def compared(of_one: tuple[EndState, dict[ValueKey, float]], folder: Path, *over
     return comparison.result(4, config.distributed, 2, exact.facts).cause
 
 
-def test_two_processes_that_are_right_are_within_rounding(
-    of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path
-) -> None:
+def test_two_processes_that_are_right_are_within_rounding(of_one, tmp_path):
     assert compared(of_one, tmp_path) == ""
     exact, limits = of_one
     assert {item.kind for item in exact.values} >= {"metric", "parameter", "optimizer", "average"}
@@ -72,30 +64,27 @@ def test_two_processes_that_are_right_are_within_rounding(
     ("fault", "cause"),
     [
         ("AveragedGradients", "it is averaged over processes where the parts weigh differently"),
-        pytest.param(
-            "WrongPart", "a process takes the wrong part of the batch", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "ClippedByShard", "clipping by a part of the gradient", marks=pytest.mark.slow
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("WrongPart", "a process takes the wrong part of the batch"),
+                ("ClippedByShard", "clipping by a part of the gradient"),
+            )
         ),
     ],
 )
-def test_a_planted_fault_is_detected_and_its_cause_named(
-    of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path, fault: str, cause: str
-) -> None:
-    planted = f"optimization.extra=[distributed_breaks.{fault}]"
-    assert cause in compared(of_one, tmp_path, planted, "security.trusted=[distributed_breaks]")
+def test_a_planted_fault_is_detected_and_its_cause_named(of_one, tmp_path, fault, cause):
+    planted = f"optimization.extra=[parity_mutants.{fault}]"
+    assert cause in compared(of_one, tmp_path, planted, "security.trusted=[parity_mutants]")
 
 
 @pytest.mark.slow
-def test_the_job_names_batchnorm_per_process(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_job_names_batchnorm_per_process(tmp_path, capsys):
     cnn = ("data=digits", "model=cnn", "model.width=8", "model.stages=1")
     few = ("verify.steps=2", "data.validation_samples=50", "distributed.sync_batchnorm=false")
     with pytest.raises(NotVerified, match=r"train/.* at step 1 .*distributed\.sync_batchnorm=fal"):
         load_job(JobKind.verify)(runs.config(*JOB, *cnn, *few), tmp_path)
-    result = json.loads((tmp_path / "verify.json").read_text())
+    result = runs.read(tmp_path, "verify.json")
     assert (result["what"], result["verdict"], result["processes"]) == ("distributed", "FAIL", 2)
     assert result["distance"] > 100 * result["limit"]
     assert [path.name for path in tmp_path.iterdir()] == ["verify.json"]
@@ -109,44 +98,35 @@ def test_the_job_names_batchnorm_per_process(
         (*MLP, "training.micro_batch=5", "model.dropout=0.2"),
         ("model=cnn", "model.width=8", "training.batch_size=127", "optimizer=sgd"),
         (
-            "distributed=fsdp",
-            "data=synthetic",
-            "data.form=tokens",
-            "data.samples=64",
-            "model=gpt",
-            "data.sequence=16",
-            "model.width=32",
-            "training.batch_size=23",
+            *("distributed=fsdp", "data=synthetic", "data.form=tokens", "data.samples=64"),
+            *("model=gpt", "data.sequence=16", "model.width=32", "training.batch_size=23"),
         ),
         ("optimization=amp", "optimization.amp.dtype=bf16", "optimizer=sgd"),
         ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]"),
     ],
 )
-def test_runs_that_are_right_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_runs_that_are_right_pass(tmp_path, overrides):
     found = verify_distributed(runs.config(*JOB, *overrides), tmp_path)
     assert found.equal, (found.first, found.distance, found.limit, found.cause)
     coarse = any("not compared in fp64" in note for note in found.notes)
     assert coarse is ("WrittenInFp32" in overrides[0])
 
 
-def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference() -> None:
-    fused = {ValueKey(0, "optimizer", "state.0.step"): 0.0}
-    assert not list(compare_values({}, fused, {}))
+def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference():
+    assert not list(compare_values({}, {ValueKey(0, "optimizer", "state.0.step"): 0.0}, {}))
     (missing,) = compare_values({}, {ValueKey(4, "optimizer", "state.0.step"): 0.0}, {})
     assert not missing.distance <= missing.limit
 
 
 @pytest.mark.parametrize("part", ["optimizer.param_groups", "options"])
-def test_options_that_techniques_choose_are_no_difference(part: str) -> None:
+def test_options_that_techniques_choose_are_no_difference(part):
     plain, fused = ({ValueKey(4, "optimizer", f"{part}.0.fused"): on} for on in (None, True))
     assert not list(compare_values(plain, fused, {}))
     (weight,) = compare_values({}, {ValueKey(4, "parameter", f"{part}.0.fused"): 1.0}, {})
     assert weight.distance > weight.limit
 
 
-def test_one_process_and_a_launcher_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_and_a_launcher_are_refused(tmp_path, monkeypatch):
     alone = [text for text in JOB if not text.startswith("distributed")]
     with pytest.raises(ConfigError, match=r"verify\.what: distributed needs several processes"):
         load_job(JobKind.verify)(runs.config(*alone), tmp_path)

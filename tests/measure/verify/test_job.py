@@ -1,8 +1,5 @@
 """job=verify shows its result on the terminal, in verify.json and by its exit code."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,10 @@ QUICK = ["job=verify", "device.threads=1", "model.width=16"]
 def verify(folder: Path, *overrides: str) -> dict[str, Any]:
     """What is in verify.json."""
     load_job(JobKind.verify)(runs.config(*QUICK, *overrides), folder)
-    return dict(json.loads((folder / "verify.json").read_text()))
+    return runs.read(folder, "verify.json")
 
 
-def test_a_level_that_is_right_passes_and_is_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_level_that_is_right_passes_and_is_recorded(tmp_path, capsys, caplog):
     caplog.set_level("INFO", "runner")
     found = verify(tmp_path, "optimization=basic", "verify.steps=3")
     assert (found["what"], found["verdict"]) == ("parity", "explained by precision")
@@ -38,23 +33,19 @@ def test_a_level_that_is_right_passes_and_is_recorded(
     assert all(part in out for part in ("explained by precision", "not judged", "verify.json"))
 
 
-def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "parity"))
+@pytest.mark.usefixtures("parity_mutants")
+def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(tmp_path, capsys):
     mutant = "optimization.extra=[parity_mutants.DroppedGradient]"
     with pytest.raises(NotVerified, match=r"optimization\.DroppedGradient: grad_norm at step 1"):
         verify(tmp_path, "optimization=basic", mutant, "security.trusted=[parity_mutants]")
     assert NotVerified.exit_code == 1
-    found = json.loads((tmp_path / "verify.json").read_text())
+    found = runs.read(tmp_path, "verify.json")
     assert (found["verdict"], found["culprits"]) == ("FAIL", ["DroppedGradient"])
     assert found["alone"]["fused_optimizer"] == "explained by precision"
     assert "culprit" in capsys.readouterr().out
 
 
-def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_resume_that_is_exact_passes_and_says_what_it_trains(tmp_path, capsys, caplog):
     caplog.set_level("INFO", "runner")
     found = verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
     assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 5)
@@ -66,8 +57,7 @@ def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
         "verify: the 8 steps without an interruption",
         "verify: the killed run, resumed from step 5",
     ]
-    out = " ".join(capsys.readouterr().out.split())
-    assert "it killed twice and resumed from 3 and 5" in out
+    assert "it killed twice and resumed from 3 and 5" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -78,13 +68,11 @@ def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
         (["verify.what=resume", "verify.steps=1"], "verify.steps"),
     ],
 )
-def test_a_request_that_proves_nothing_is_refused_by_its_key(
-    overrides: list[str], key: str
-) -> None:
+def test_a_request_that_proves_nothing_is_refused_by_its_key(overrides, key):
     with pytest.raises(ConfigError, match=key):
         runs.config(*QUICK, *overrides)
 
 
-def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
     with pytest.raises(StorageError, match="verify.json"):
         verify(tmp_path / "absent", "optimization=basic", "verify.steps=1")

@@ -1,7 +1,5 @@
 """verify.what=run: a recorded run comes out again, or what has changed since then is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -38,18 +36,16 @@ def typed(place: Path) -> list[str]:
     return [*QUICK, f"data.path={place}/table.csv", *again]
 
 
-def test_a_run_comes_out_again(recorded: Path, tmp_path: Path) -> None:
+def test_a_run_comes_out_again(recorded, tmp_path):
     load_job(JobKind.verify)(runs.config(*typed(recorded)), tmp_path)
-    result = json.loads((tmp_path / "verify.json").read_text())
+    result = runs.read(tmp_path, "verify.json")
     assert (result["what"], result["verdict"], result["steps"]) == ("run", "exact", 4)
     assert result["compared"]["metric"] > 20 and result["compared"]["weights"] == 1
     assert result["notes"] == []
     assert not [change for change in result["changes"] if not change.startswith("choice")]
 
 
-def test_other_data_are_named_with_the_first_step_that_differs(
-    recorded: Path, tmp_path: Path
-) -> None:
+def test_other_data_are_named_with_the_first_step_that_differs(recorded, tmp_path):
     shutil.copytree(recorded, tmp_path / "there")
     table = tmp_path / "there/table.csv"
     table.write_text(TABLE.replace("\n3,", "\n5,"))
@@ -62,12 +58,11 @@ def test_other_data_are_named_with_the_first_step_that_differs(
     assert result.changes[1].startswith("data sha256: was")
 
 
-def test_what_differs_since_then_is_named(recorded: Path, tmp_path: Path) -> None:
+def test_what_differs_since_then_is_named(recorded, tmp_path):
     shutil.copytree(recorded / "run", tmp_path / "again", symlinks=True)
-    path = tmp_path / "again/summary.json"
-    summary = json.loads(path.read_text())
+    summary = runs.read(tmp_path / "again")
     summary["versions"]["torch"], summary["device"]["name"] = "1.0", "abacus"
-    path.write_text(json.dumps(summary))
+    (tmp_path / "again/summary.json").write_text(json.dumps(summary))
     rows = (tmp_path / "again/metrics.jsonl").read_text().splitlines()
     index, row = next((i, r) for i, r in enumerate(rows) if '"step": 3, "split": "train"' in r)
     rows[index] = json.dumps({**json.loads(row), "loss": 7.5})
@@ -82,8 +77,8 @@ def test_what_differs_since_then_is_named(recorded: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_that_was_interrupted_comes_out_again_and_other_keys_since_are_the_cause(
-    recorded: Path, tmp_path: Path
-) -> None:
+    recorded, tmp_path
+):
     (tmp_path / "table.csv").write_text(TABLE)
     quick, run = (*QUICK, f"data.path={tmp_path}/table.csv"), tmp_path / "run"
     runs.trained(*quick, folder=run, hooks=[runs.AtSteps(2, lambda run: Verdict.STOP)])
@@ -108,7 +103,7 @@ def test_a_run_that_was_interrupted_comes_out_again_and_other_keys_since_are_the
     assert "continued from step 4 of another run" in equality.cause
 
 
-def test_which_run_has_to_be_named(tmp_path: Path) -> None:
+def test_which_run_has_to_be_named(tmp_path):
     with pytest.raises(ConfigError, match=r"checkpoint\.resume: verify\.what=run needs to know"):
         runs.config("job=verify", "verify.what=run")
     config = runs.config(*typed(tmp_path))
@@ -116,9 +111,7 @@ def test_which_run_has_to_be_named(tmp_path: Path) -> None:
         verify_rerun(config, tmp_path, config_hash(config))
 
 
-def test_a_digest_of_files_notices_bytes_names_and_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_digest_of_files_notices_bytes_names_and_sizes(tmp_path, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     for name in "abc":

@@ -20,6 +20,7 @@ from runner.core.build.setup import Components
 from runner.core.errors import RunnerError
 from runner.core.interfaces.hook import Step
 from runner.core.interfaces.run import Run
+from runner.core.schemas.device import DistributedConfig
 from runner.measure.verify.processes import ReferencePrecision
 from runner.scale.distributed.rank_info import RankInfo
 from runner.scale.distributed.world import World
@@ -65,12 +66,8 @@ def compose_cases(
     several = [f"distributed={kind}", f"distributed.processes={processes}"]
     configs: dict[str, Case] = {}
     for name, overrides in cases.items():
-        plain = ["optimization=none"] * (DOUBLE in overrides)
-        typed = [
-            *plain,
-            *(o for o in overrides if o != DOUBLE),
-            *(several if processes > 1 else []),
-        ]
+        typed = ["optimization=none"] * (DOUBLE in overrides)
+        typed += [text for text in overrides if text != DOUBLE] + several * (processes > 1)
         config = runs.config("checkpoint=off", "device.threads=1", *typed)
         config.optimization.extra = [DOUBLE] * (DOUBLE in overrides)
         configs[name] = config, None
@@ -112,17 +109,23 @@ def _average(run: Run, own: Tensor) -> Tensor:
 
 
 @contextmanager
-def alone(config: RunConfig, folder: Path | None = None, **given: Any) -> Iterator[Run]:
-    """A distributed run of this process alone."""
+def world_of_one(config: DistributedConfig | None = None) -> Iterator[World]:
     place = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
-    world = World(place, config.distributed, torch.device("cpu"))
+    world = World(place, config or DistributedConfig(), torch.device("cpu"))
     try:
-        with build(config, folder, Components(world=world, **given)) as run:
-            yield run
+        yield world
     finally:
         world.close()
         if torch.distributed.is_initialized():  # a world under nccl leaves its group as it is
             torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def alone(config: RunConfig, folder: Path | None = None, **given: Any) -> Iterator[Run]:
+    """A distributed run of this process alone."""
+    with world_of_one(config.distributed) as world:
+        with build(config, folder, Components(world=world, **given)) as run:
+            yield run
 
 
 def run_together(processes: int, cases: Mapping[str, Case]) -> list[dict[str, Outcome]]:

@@ -3,8 +3,6 @@
 The runs of a module's cases are made one after another by processes that are started once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 
@@ -144,8 +142,8 @@ def outcomes() -> Outcomes:
     ],
 )
 def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
-    outcomes: Outcomes, kind: str, processes: int, which: str
-) -> None:
+    outcomes, kind, processes, which
+):
     alone = outcomes(which, 1)
     for name, several in outcomes(which, processes, kind).items():
         one = alone[name]
@@ -157,12 +155,9 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
         assert (one.skipped > 0) == (name == "left out"), name
         assert several.techniques[kind] == (True, ""), name
         for technique in ENGAGED.get(name, ()):
-            row = several.techniques[technique]
-            refused = kind == "fsdp" and technique in FSDP_UNSUPPORTED
-            assert row == (False, FSDP_UNSUPPORTED[technique]) if refused else row[0], (
-                name,
-                row,
-            )
+            on, reason = several.techniques[technique]
+            refused = FSDP_UNSUPPORTED.get(technique) if kind == "fsdp" else None
+            assert on is (refused is None) and reason == (refused or reason), (name, reason)
         facts = several.facts[kind]
         if kind == "fsdp":
             assert facts["sharded_bytes"] == facts["predicted_bytes"], (name, facts)
@@ -171,9 +166,7 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(
-    outcomes: Outcomes, kind: str
-) -> None:
+def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(outcomes, kind):
     reduced = {"ddp": "all_reduce", "fsdp": "reduce_scatter"}[kind]
     calls = {
         name: outcome.facts[kind]["collectives"]
@@ -189,9 +182,7 @@ def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "processes"), PROCESSES)
-def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(
-    outcomes: Outcomes, kind: str, processes: int
-) -> None:
+def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(outcomes, kind, processes):
     """Not further from fp64 than one process, by a factor: in losses and norms."""
     alone, together = outcomes("rounded", 1), outcomes("rounded", processes, kind)
     for name, one in alone.items():
@@ -213,7 +204,7 @@ def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(
 
 
 @pytest.mark.slow
-def test_gradients_in_bf16_take_half_of_the_bytes(outcomes: Outcomes) -> None:
+def test_gradients_in_bf16_take_half_of_the_bytes(outcomes):
     full, low = outcomes("rounded", 2)["gpt: fp32"], outcomes("compressed", 2)["compressed"]
     assert low.techniques["gradient_compression"] == (True, ""), low.techniques
     assert low.facts["gradient_compression"] == {"hook": "bf16_compress"}
@@ -224,7 +215,7 @@ def test_gradients_in_bf16_take_half_of_the_bytes(outcomes: Outcomes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-def test_dropout_differs_between_processes_and_weights_do_not(outcomes: Outcomes) -> None:
+def test_dropout_differs_between_processes_and_weights_do_not(outcomes):
     together = outcomes("odd", 2)
     assert len(set(together["dropout"].seeds)) == 2
     assert together["dropout"].same
@@ -234,14 +225,14 @@ def test_dropout_differs_between_processes_and_weights_do_not(outcomes: Outcomes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-def test_a_whole_step_does_not_apply(outcomes: Outcomes) -> None:
+def test_a_whole_step_does_not_apply(outcomes):
     reason = "gradients go to other processes in the middle of the step"
     assert outcomes("odd", 2)["whole step"].techniques["whole_step"] == (False, reason)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes: Outcomes) -> None:
+def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes):
     together = outcomes("odd", 2)
     for name, said in {
         "one sample": "training.batch_size: is 1, fewer than one sample for each of 2 processes",
@@ -251,9 +242,7 @@ def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes: Outcomes) 
 
 
 @pytest.mark.usefixtures("my_package")
-def test_weights_without_a_gradient_are_named_with_the_key_that_allows_them(
-    outcomes: Outcomes,
-) -> None:
+def test_weights_without_a_gradient_are_named_with_the_key_that_allows_them(outcomes):
     error = outcomes("odd", 2)["idle weights"].error
     assert "distributed.unused_parameters: is false" in error
     assert "depend on idle.weight and idle.bias" in error

@@ -1,7 +1,5 @@
 """scripts/plan_scale.py, alone and against runs that send, keep and write real bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -58,7 +56,7 @@ def planned(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing() -> None:
+def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing():
     large = ["model.width=8192", "model.depth=2", "model.heads=64", "training.batch_size=1024"]
     large += ["optimization.recompute.enabled=true", "optimization.amp.enabled=true"]
     ddp, fsdp = planned(*GPT, *large, "--ranks=1024", "--node-mtbf-h=1000")
@@ -87,9 +85,7 @@ def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing() -> None:
         ("fsdp", 2, ["training.micro_batch=1", "distributed.no_sync=false"]),
     ],
 )
-def test_the_plan_is_what_a_run_keeps_writes_and_sends(
-    kind: str, processes: int, own: list[str], tmp_path: Path
-) -> None:
+def test_the_plan_is_what_a_run_keeps_writes_and_sends(kind, processes, own, tmp_path):
     (tmp_path / "wire.py").write_text(WIRE)
     typed = [*GPT, *own, f"distributed={kind}", f"distributed.processes={processes}"]
     typed.append("training.steps=30")
@@ -100,10 +96,8 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
     if subprocess.run([*alone, "true"], capture_output=True).returncode:
         pytest.skip("no network of its own here, in which to count bytes")
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    done = subprocess.run(
-        [*alone, *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
+    command = [*alone, *command]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     plan = planned(*GPT, *own, f"distributed={kind}", f"--ranks={processes}")[0]
     kept = [runs.read(tmp_path, f"{rank}.json") for rank in range(processes)]
@@ -120,7 +114,7 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind: str) -> None:
+def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind):
     amp = ("optimization=amp", "optimization.amp.dtype=bf16", f"distributed={kind}")
     with alone(runs.config("data=digits", *amp, "training.steps=2")) as run:
         (context,) = run.contexts

@@ -1,7 +1,5 @@
 """distributed=fsdp: the numbers of one process, and checkpoints that any number of them reads."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,7 +79,7 @@ EQUAL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
+def test_weights_state_and_metrics_are_those_of_one_process(tmp_path, processes):
     names = list(EQUAL) if processes > 2 else ["accumulation", "recompute"]
     cases = {name: (config("fsdp", processes, *EQUAL[name]), tmp_path / name) for name in names}
     found = make(processes, cases)
@@ -96,22 +94,19 @@ def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, proc
 
 
 @pytest.mark.slow
-def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path):
     """none → fsdp, fsdp → none, fsdp → ddp, and fsdp → fsdp to the last bit."""
     whole, part = tmp_path / "whole", tmp_path / "whole/checkpoints/step_00000004"
-    one = tmp_path / "one"
-    run_one(config("none", 1, *MLP), one)
+    run_one(config("none", 1, *MLP), tmp_path / "one")
+    resumed = f"checkpoint.resume={part}"
     cases = {
-        "whole": (config("fsdp", 2, *MLP), whole),
-        "fsdp": (config("fsdp", 2, *MLP, f"checkpoint.resume={part}"), tmp_path / "fsdp"),
-        "ddp": (config("ddp", 2, *MLP, f"checkpoint.resume={part}"), tmp_path / "ddp"),
-        "back": (
-            config("fsdp", 2, *MLP, f"checkpoint.resume={one}/checkpoints/step_00000004"),
-            tmp_path / "back",
-        ),
+        "whole": config("fsdp", 2, *MLP),
+        "fsdp": config("fsdp", 2, *MLP, resumed),
+        "ddp": config("ddp", 2, *MLP, resumed),
+        "back": config("fsdp", 2, *MLP, resumed.replace("whole", "one")),
     }
-    make(2, cases)
-    run_one(config("none", 1, *MLP, f"checkpoint.resume={part}"), tmp_path / "none")
+    make(2, {name: (case, tmp_path / name) for name, case in cases.items()})
+    run_one(config("none", 1, *MLP, resumed), tmp_path / "none")
     for name, error in (("fsdp", 0.0), ("none", NEAR), ("ddp", NEAR), ("back", NEAR)):
         assert_equal(saved(tmp_path / name), saved(whole), error)
     files = {path.name for path in part.iterdir()}
@@ -123,9 +118,7 @@ def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("fsdp", "ddp"), ("ddp", "fsdp")])
-def test_two_processes_go_on_as_four_and_those_as_one(
-    tmp_path: Path, first: str, then: str
-) -> None:
+def test_two_processes_go_on_as_four_and_those_as_one(tmp_path, first, then):
     whole = tmp_path / "one"
     run_one(config("none", 1, *MLP), whole)
     make(2, {"two": (config(first, 2, *MLP), tmp_path / "two")})
@@ -158,7 +151,7 @@ def assert_one_process_evaluates(run: Path, folder: Path, restored: RestoredChec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["1:forward:kill:7", "0:backward:kill:7", "1:backward:hang:7"])
-def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path: Path, fault: str) -> None:
+def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path, fault):
     typed = ("distributed.kind=fsdp", "distributed.restarts=1")
     whole = started.run(tmp_path / "whole", "", *typed)
     lost = started.run(tmp_path / "lost", fault, *typed)
@@ -170,7 +163,7 @@ def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path: Path, fa
 
 
 @pytest.mark.slow
-def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path: Path) -> None:
+def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path):
     done = started.run(tmp_path / "run", "1:forward:oom:5", "distributed.kind=fsdp")
     assert done.code == 0, done.output
     row = next(row for row in done.summary["techniques"] if row["name"] == "fsdp")
@@ -179,9 +172,7 @@ def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(
-    tmp_path: Path,
-) -> None:
+def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(tmp_path):
     ended = started.run(tmp_path / "term", "1:on_step:term:6", "distributed.kind=fsdp")
     assert ended.code == 143 and saved(tmp_path / "term").step == 6
     failed = started.run(tmp_path / "error", "1:backward:raise:6", "distributed.kind=fsdp")
@@ -198,7 +189,7 @@ def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(
         ("distributed.compression=bf16", "distributed.compression"),
     ],
 )
-def test_what_needs_whole_weights_is_refused_by_its_key(override: str, key: str) -> None:
+def test_what_needs_whole_weights_is_refused_by_its_key(override, key):
     with pytest.raises(ConfigError, match=key):
         runs.config("distributed=fsdp", override)
 
@@ -221,5 +212,5 @@ distributed.destroy_process_group()
 """
 
 
-def test_a_sharded_model_trains_after_its_state_was_preserved() -> None:
+def test_a_sharded_model_trains_after_its_state_was_preserved():
     assert runs.printed_by(PRESERVED).split() == ["True", "True"]

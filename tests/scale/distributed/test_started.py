@@ -1,7 +1,5 @@
 """Processes that torchrun has started: they are one run, or the mistake is named."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -129,10 +127,7 @@ def test_a_program_builds_runs_that_its_processes_train_together(tmp_path):
 
 
 def test_a_program_of_one_process_does_not_silently_train_alone():
-    with pytest.raises(
-        UsageError,
-        match=r"distributed=ddp: this process was not launched as one of several.*torchrun",
-    ):
+    with pytest.raises(UsageError, match=r"distributed=ddp: .* not launched as one of.*torchrun"):
         build(runs.config("distributed=ddp", "data=cancer"))
 
 
@@ -231,9 +226,7 @@ def test_a_store_of_one_machine_listens_on_the_loopback_interface_alone():
 @pytest.mark.parametrize(
     "typed", ["distributed.nodes=2", "distributed.rendezvous=node1:29500", "trainer.num_nodes=2"]
 )
-def test_several_machines_are_left_to_torchrun_and_srun_whose_commands_are_named(
-    typed: str,
-) -> None:
+def test_several_machines_are_left_to_torchrun_and_srun_whose_commands_are_named(typed):
     with pytest.raises(ConfigError) as refused:
         runs.checked("distributed=ddp", typed)
     assert refused.value.exit_code == 2
@@ -250,8 +243,7 @@ def test_a_run_of_several_machines_of_an_earlier_version_is_resumed_without_them
     recorded.mkdir(parents=True)
     Path("outputs/x/checkpoints").mkdir()
     ours = [*SHORT, "distributed=ddp", "distributed.nodes=2", "search.storage=/elsewhere/a.db"]
-    text = json.dumps([*ours, "distributed.rendezvous=node1:1"])
-    (recorded / "overrides.yaml").write_text(text)
+    (recorded / "overrides.yaml").write_text(json.dumps([*ours, "distributed.rendezvous=node1:1"]))
     request = runs.checked("checkpoint.resume=outputs/x")
     assert request.config.distributed.kind.value == "ddp"
     assert request.config.search.storage is None
@@ -285,8 +277,7 @@ def test_processes_and_jobs_share_the_cores(by, variables, threads, monkeypatch)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     place = RankInfo(0, 2, 0, 2, "127.0.0.1", 1, True, by=by)
-    config = config_for_rank(compose(["device=cpu"]), place)
-    assert config.device.threads == threads
+    assert config_for_rank(compose(["device=cpu"]), place).device.threads == threads
     assert config_for_rank(compose(["device=cpu", "device.threads=5"]), place).device.threads == 5
     assert config_for_rank(compose(["device=cuda"]), place).device.threads == threads
 

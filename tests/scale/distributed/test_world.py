@@ -1,10 +1,6 @@
 """What processes send to each other as Python objects has no tensors of a device."""
 
-from __future__ import annotations
-
 from collections import defaultdict, namedtuple
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from runner.core.errors import UsageError
 from runner.core.execution import evaluation
-from runner.core.schemas.device import DistributedConfig
-from runner.scale.distributed.rank_info import RankInfo
-from runner.scale.distributed.world import World
 from tests import runs
-
-from . import processes
+from tests.scale.distributed.processes import alone, world_of_one
 
 Pair = namedtuple("Pair", "first second")
 REFUSED = r"World.{}: a tensor of shape \[2\] on meta would arrive on the sender's device"
@@ -32,16 +24,6 @@ class Facts:
     """A value of a user's own."""
 
     values: dict[str, Any] = field(default_factory=dict)
-
-
-@contextmanager
-def world_of_one() -> Iterator[World]:
-    place = RankInfo(0, 1, 0, 1, "127.0.0.1", 0, hosted=False)
-    world = World(place, DistributedConfig(), torch.device("cpu"))
-    try:
-        yield world
-    finally:
-        world.close()
 
 
 def nests(tensor: Tensor) -> dict[str, Any]:
@@ -61,9 +43,7 @@ def nests(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(monkeypatch):
     pickled: list[Any] = []
     own = Tensor.__reduce_ex__
     monkeypatch.setattr(
@@ -83,7 +63,7 @@ def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(
                 assert type(world.broadcast_choice(lambda value=value: value)) is type(value)
 
 
-def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device() -> None:
+def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device():
     with world_of_one() as world:
         sent: list[Any] = []
         own = torch.distributed.broadcast_object_list
@@ -97,14 +77,12 @@ def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device() 
     assert isinstance(sent[1], UsageError)
 
 
-def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(monkeypatch):
     with FakeTensorMode():
         devices = "cuda:0", "cuda:1"
         first, second = (torch.zeros(3, device=device) for device in devices)
     sums = {"loss": first, "own": {"parts": [second]}}
-    with processes.alone(runs.config("distributed=ddp", "data=cancer", "checkpoint=off")) as run:
+    with alone(runs.config("distributed=ddp", "data=cancer", "checkpoint=off")) as run:
         monkeypatch.setattr(evaluation, "_batch_sums", lambda *_: sums)
         monkeypatch.setattr(evaluation, "_add_sums", lambda totals, new: new or totals)
         monkeypatch.setattr(run.objective, "all_metrics", lambda totals: {})

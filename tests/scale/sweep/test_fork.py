@@ -1,10 +1,7 @@
 """Jobs that are forked come out as spawned ones do."""
 
-from __future__ import annotations
-
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Li
 
 
 @pytest.mark.slow
-def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
+def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path):
     weights = {}
     for start in ("fork", "spawn"):
         (tmp_path / start).mkdir()
@@ -28,15 +25,14 @@ def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         place = only(tmp_path / start)
         assert read(place)["start"] == start
-        weights[start] = read(place / "0/checkpoints/last", "manifest.json")["files"][
-            "model.safetensors"
-        ]["sha256"]
+        files = read(place / "0/checkpoints/last", "manifest.json")["files"]
+        weights[start] = files["model.safetensors"]["sha256"]
     assert weights["fork"] == weights["spawn"]
 
 
 def test_a_forked_process_has_its_own_session_environment_output_and_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for typed, code, last in (
         ("--version", 0, "omegaconf "),
@@ -70,9 +66,7 @@ print(child.last_line())
 """
 
 
-def test_where_the_server_has_another_thread_a_job_is_spawned_and_gets_its_signals(
-    tmp_path: Path,
-) -> None:
+def test_where_the_server_has_another_thread_a_job_is_spawned_and_gets_its_signals(tmp_path):
     (tmp_path / "starts_thread.py").write_text(STARTS_THREAD)
     (tmp_path / "spawned").write_text("#!/bin/sh\necho spawned $(grep SigBlk /proc/self/status)\n")
     (tmp_path / "spawned").chmod(0o755)

@@ -1,7 +1,5 @@
 """Jobs that run at the same time are spread over the GPUs. The GPUs are simulated."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,14 +52,12 @@ class Visible(Hook):
         ("MIG-a,MIG-b", 1, ["MIG-a", "MIG-b"]),
     ],
 )
-def test_gpus_are_those_that_cuda_shows_a_process(
-    visible: str | None, count: int | None, gpus: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_those_that_cuda_shows_a_process(visible, count, gpus, monkeypatch):
     monkeypatch.setattr(gpu_assignment, "count_gpus", lambda: count)
     assert list_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == gpus
 
 
-def test_the_drivers_library_counts_the_gpus_and_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drivers_library_counts_the_gpus_and_is_closed(monkeypatch):
     calls: list[str] = []
 
     def get_count(number: Any) -> int:
@@ -81,7 +77,7 @@ def test_the_drivers_library_counts_the_gpus_and_is_closed(monkeypatch: pytest.M
     assert count_gpus() is None
 
 
-def test_jobs_take_the_gpus_in_turn_and_each_as_many_as_it_has_processes() -> None:
+def test_jobs_take_the_gpus_in_turn_and_each_as_many_as_it_has_processes():
     gpus = ["4", "5", "6", "7"]
     assert [assign_gpus(gpus, job, 1) for job in range(5)] == [["4"], ["5"], ["6"], ["7"], ["4"]]
     assert [assign_gpus(gpus, job, 2) for job in range(3)] == [["4", "5"], ["6", "7"], ["4", "5"]]
@@ -103,9 +99,7 @@ def test_jobs_take_the_gpus_in_turn_and_each_as_many_as_it_has_processes() -> No
         (["distributed=fsdp"], 0),  # a process for each GPU
     ],
 )
-def test_a_job_that_names_no_device_needs_a_gpu_for_each_process(
-    typed: list[str], processes: int
-) -> None:
+def test_a_job_that_names_no_device_needs_a_gpu_for_each_process(typed, processes):
     assert _count_gpu_processes(compose(typed)) == processes
 
 
@@ -127,13 +121,10 @@ def start_jobs(
     return environments, [plan.job for plan in plans]
 
 
-def test_each_job_sees_its_gpus_alone_and_its_row_names_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_job_sees_its_gpus_alone_and_its_row_names_them(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     environments, jobs = start_jobs(["2", "3"], 2, [1, 1, 0, 1], monkeypatch, tmp_path)
-    visible = [each["CUDA_VISIBLE_DEVICES"] for each in environments]
-    assert visible == ["2", "3", "2,3", "3"]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["2", "3", "2,3", "3"]
     assert [job.device for job in jobs] == ["cuda:2", "cuda:3", "", "cuda:3"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3" and not caplog.records
 
@@ -147,18 +138,15 @@ def test_each_job_sees_its_gpus_alone_and_its_row_names_them(
     ],
 )
 def test_more_jobs_than_gpus_are_a_warning_once(
-    jobs: int, processes: int, warning: str,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    jobs, processes, warning, monkeypatch, tmp_path, caplog
+):
     start_jobs(["0", "1"], jobs, [processes] * 3, monkeypatch, tmp_path)
     assert len(caplog.records) == bool(warning)
     assert warning in caplog.text
 
 
 @pytest.mark.slow
-def test_jobs_at_the_same_time_are_on_the_gpus_that_the_sweep_sees_and_rows_name_them(
-    tmp_path: Path,
-) -> None:
+def test_jobs_at_the_same_time_are_on_the_gpus_that_the_sweep_sees_and_rows_name_them(tmp_path):
     (tmp_path / "visible_gpus.py").write_text(HOOK)
     path = os.pathsep.join([str(runs.TESTS.parent), str(tmp_path)])
     typed = (
@@ -178,6 +166,5 @@ def test_jobs_at_the_same_time_are_on_the_gpus_that_the_sweep_sees_and_rows_name
         assert [(place / str(n) / "visible").read_text() for n in range(number)] == visible
         names = [name if name in ("GPU-a", "GPU-b") else "" for name in visible]
         assert [job["device"] for job in read(place)["jobs"]] == names
-        rows = read(place, "comparison.json")["rows"]
-        assert [row["device"] for row in rows] == names
+        assert [row["device"] for row in read(place, "comparison.json")["rows"]] == names
         assert "GPU-a" in (place / "comparison.md").read_text()

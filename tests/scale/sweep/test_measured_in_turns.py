@@ -1,7 +1,5 @@
 """A sweep over modes ends with its configurations measured in turns, by the benchmark's parts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -32,7 +30,7 @@ def names(found: list[ComparisonRow]) -> list[str]:
     return [" ".join(row.overrides) for row in found]
 
 
-def test_other_swept_keys_are_those_of_the_first_job() -> None:
+def test_other_swept_keys_are_those_of_the_first_job():
     jobs = [f"optimization={x} seed={n} optimizer.lr={r}"
             for r in (1, 2) for n in (4, 5) for x in ("none", "ultra")]  # fmt: skip
     assert names(select_rows(rows(*jobs))) == jobs[:2]
@@ -48,12 +46,12 @@ def test_other_swept_keys_are_those_of_the_first_job() -> None:
         [f"optimization.amp.min_mflop={n}" for n in range(7)],
     ],
 )
-def test_only_two_to_six_modes_are_measured(jobs: list[str]) -> None:
+def test_only_two_to_six_modes_are_measured(jobs):
     assert select_rows(rows(*jobs)) == []
 
 
 @pytest.mark.parametrize("key", ["optimization.fused_optimizer.enabled", "debug", "debug.every"])
-def test_techniques_and_debug_are_modes(key: str) -> None:
+def test_techniques_and_debug_are_modes(key):
     jobs = [f"{key}={value}" for value in range(6)]
     assert names(select_rows(rows(*jobs))) == jobs
 
@@ -66,9 +64,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.slow
-def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(
-    measured: tuple[Path, Any],
-) -> None:
+def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(measured):
     folder, done = measured
     place = only(folder)
     assert done.returncode == 0, done.stderr
@@ -78,17 +74,14 @@ def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(
     assert [*arms] == ["none", "basic", "advanced"]
     # on a CPU without fast 16-bit products the last two engage the same, which is measured once
     for row in read(place, "comparison.json")["rows"]:
-        level = overrides_by_key(row["overrides"])["optimization"]
-        assert row["speedup"] == arms[level].speedup
+        assert row["speedup"] == arms[overrides_by_key(row["overrides"])["optimization"]].speedup
         assert 0 <= row["summary"]["throughput"]["other_cpu_share"] <= 1
     assert "of the CPUs" in done.stdout or arms["basic"].speedup_interval is None
     assert not [path for path in place.iterdir() if path.name.startswith(".runs")]
 
 
 @pytest.mark.slow
-def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(
-    measured: tuple[Path, Any],
-) -> None:
+def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(measured):
     folder, _ = measured
     before = read(only(folder), "comparison.json")["rows"]
     stored = (only(folder) / FOLDER / "benchmark.json").stat()
@@ -101,7 +94,7 @@ def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_measuring_leaves_the_first_comparison_and_exits_130(tmp_path: Path) -> None:
+def test_ctrl_c_while_measuring_leaves_the_first_comparison_and_exits_130(tmp_path):
     typed = [*DIGITS, "optimization=none,basic", "sweep.benchmark_s=500"]
     process, console = start_sweep(tmp_path, *typed), tmp_path / "console"
     wait_until(lambda: "starting basic" in console.read_text(), process)

@@ -3,8 +3,6 @@
 Some minutes: a cluster takes ten seconds to start.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -34,12 +32,9 @@ class RaySweep:
         command = [sys.executable, "-m", "runner", "-m", "hydra/launcher=ray", *JOBS, *typed]
         with open(folder / "out", "w") as out:
             self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**environment(), "MARK": self.mark},
-                stdout=out,
+                command, cwd=folder, env={**environment(), "MARK": self.mark}, stdout=out,
                 stderr=subprocess.STDOUT,
-            )
+            )  # fmt: skip
 
     def wait(self) -> tuple[int, str]:
         try:

@@ -1,7 +1,5 @@
 """A search of hyper-parameters: the study that processes share, and searches as people start."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -29,18 +27,12 @@ from runner.scale.sweep.study import StudyFile  # noqa: E402
 
 INTERVAL = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
 SPACE = [INTERVAL, "model.width=choice(32,64)", "model.depth=range(1,5)", "name=x"]
-PLANTED = [
-    "experiment=search",
-    "model._target_=sweep_package.Planted",
-    "objective._target_=sweep_package.mean_output",
-    "security.trusted=[sweep_package]",
-    "search.metric=val/loss",
-    "search.direction=minimize",
-    "stability=off",
-]
-KINDS = [
-    "+model.how=choice(good,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid",
-]  # fmt: skip
+PLANTED = (
+    "experiment=search model._target_=sweep_package.Planted search.metric=val/loss "
+    "objective._target_=sweep_package.mean_output security.trusted=[sweep_package] "
+    "search.direction=minimize stability=off"
+).split()
+KINDS = ["+model.how=choice(good,lost,fail)", "+model.x=choice(0.3,1.3)", "search=grid"]
 
 
 def plan(*overrides: str, **settings: Any) -> SearchPlan:
@@ -48,7 +40,7 @@ def plan(*overrides: str, **settings: Any) -> SearchPlan:
     return SearchPlan(read_space(overrides, search), search, "val/loss", False, "planted")
 
 
-def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path: Path) -> None:
+def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("x,y\n1,2\n")
     planned = plan(*SPACE, metric="val/loss")
@@ -63,17 +55,15 @@ def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path: Path) -> None:
     StudyFile(first, tmp_path)  # the file that was accepted
 
 
-def test_a_space_is_read_in_hydras_sweep_syntax() -> None:
+def test_a_space_is_read_in_hydras_sweep_syntax():
     mine = ["experiment=search", "search.trials=3", "hydra.mode=MULTIRUN", "sweep.resume=none"]
     space = read_space([*mine, *SPACE], SearchConfig(metric="val/f1"))
-    assert [parameter_text(one) for one in space.parameters.values()] == [
-        "0.0001 to 0.1, by its logarithm", "32, 64", "1 to 4",
-    ]  # fmt: skip
+    texts = [parameter_text(one) for one in space.parameters.values()]
+    assert texts == ["0.0001 to 0.1, by its logarithm", "32, 64", "1 to 4"]
     assert space.shared == ("name=x", "training.monitor=val/f1") and space.points is None
     assert read_space(SPACE[1:], SearchConfig()).points == 8
-    assert space.overrides({"optimizer.lr": 0.01, "model.width": "32", "model.depth": 2})[-3:] == [
-        "optimizer.lr=0.01", "model.width=32", "model.depth=2",
-    ]  # fmt: skip
+    values = {"optimizer.lr": 0.01, "model.width": "32", "model.depth": 2}
+    assert space.overrides(values)[-3:] == [f"{key}={value}" for key, value in values.items()]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +78,7 @@ def test_a_space_is_read_in_hydras_sweep_syntax() -> None:
         (["a=range(0,200)", "b=range(0,200)"], "grid", "a grid of 40,000 combinations"),
     ],
 )
-def test_a_mistake_in_the_space_is_one_line(overrides: list[str], sampler: str, says: str) -> None:
+def test_a_mistake_in_the_space_is_one_line(overrides, sampler, says):
     with pytest.raises(ConfigError, match=says) as refused:
         read_space(overrides, SearchConfig(sampler=Sampler[sampler]))
     assert "\n" not in str(refused.value)
@@ -106,9 +96,7 @@ def test_a_mistake_in_the_space_is_one_line(overrides: list[str], sampler: str, 
         (["objective.metrics=[AUROC]", "search.metric=val/AUROC"], "direction: cannot be inferred"),
     ],
 )
-def test_the_metric_is_that_of_the_runs_and_its_direction_follows(
-    overrides: list[str], expected: tuple[str, bool] | str
-) -> None:
+def test_the_metric_is_that_of_the_runs_and_its_direction_follows(overrides, expected):
     config = compose(overrides)
     if isinstance(expected, tuple):
         assert resolve_metric(config) == expected
@@ -131,7 +119,7 @@ def ask_all(folder: Path, given: SearchPlan) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path: Path) -> None:
+def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path):
     given = plan("x=interval(-5,5)", trials=40)
     found = ask_all(tmp_path / "a", given)
     assert len(found) == 40 and min(abs(x - 0.3) for _, x in found) < 0.05
@@ -140,16 +128,14 @@ def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path: Path) -> None:
     assert ask_all(tmp_path / "b", given) == found
 
 
-def test_a_grid_is_every_combination_once_and_then_ends(tmp_path: Path) -> None:
+def test_a_grid_is_every_combination_once_and_then_ends(tmp_path):
     found = ask_all(tmp_path / "a", plan("x=range(0,7)", sampler=Sampler.grid, trials=100))
     assert sorted(x for _, x in found) == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["db", "journal"])
-def test_processes_that_share_a_study_make_all_trials_together_and_none_twice(
-    tmp_path: Path, suffix: str
-) -> None:
+def test_processes_that_share_a_study_make_all_trials_together_and_none_twice(tmp_path, suffix):
     program = """
 import sys
 from pathlib import Path
@@ -171,13 +157,10 @@ print(ask_all(Path(sys.argv[1]), given))
     assert len({x for _, x in made}) == 24
 
 
-def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others(
-    tmp_path: Path,
-) -> None:
+def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others(tmp_path):
     given = plan("x=interval(-5,5)", trials=3, storage=str(tmp_path / "shared.db"))
     (tmp_path / "gone").mkdir()
     cut_off = StudyFile(given, tmp_path / "gone").ask()
-    assert cut_off is not None
     (same,) = StudyFile(given, tmp_path / "gone").unfinished_trials()
     assert (same.number, same.params) == (cut_off.number, cut_off.params)
     ask_all(tmp_path / "other", given)
@@ -187,7 +170,7 @@ def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others
 
 
 @pytest.mark.parametrize("pruner", [Pruner.median, Pruner.halving, Pruner.none])
-def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path: Path, pruner: Pruner) -> None:
+def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path, pruner):
     given = plan("x=interval(-5,5)", trials=9, pruner=pruner, startup=2, warmup=1)
     study = StudyFile(given, tmp_path)
     reasons = []
@@ -202,9 +185,7 @@ def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path: Path, prun
         assert reasons[1] == "pruned at validation 2: val/loss 9 (median)"
 
 
-def test_without_optuna_a_search_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_optuna_a_search_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"optuna.* not installed: pip install '.*\[search\]'"):
@@ -219,7 +200,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, sweep(folder, *PLANTED, *KINDS, "search.parallel=2")
 
 
-def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any]) -> None:
+def test_every_trial_is_a_row_and_the_best_one_is_found(mixed):
     folder, done = mixed
     place = only(folder)
     record, compared = read(place, "search.json"), read(place, "comparison.json")
@@ -239,12 +220,9 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any])
     assert "experiment=search" not in best["command"] and "search." not in best["command"]
 
 
-def test_the_page_of_a_search_shows_best_command_and_trials(
-    mixed: tuple[Path, Any],
-) -> None:
+def test_the_page_of_a_search_shows_best_command_and_trials(mixed):
     place = only(mixed[0])
-    text = (place / "comparison.html").read_text()
-    headings = re.findall(r"<h2>(.*?)</h2>", text)
+    headings = re.findall(r"<h2>(.*?)</h2>", (place / "comparison.html").read_text())
     wanted = ["The best trial", "What failed", "Trials"]
     assert [heading for heading in headings if heading in wanted] == wanted
     assert "Speed" not in headings and "Memory against speed" not in headings
@@ -253,19 +231,16 @@ def test_the_page_of_a_search_shows_best_command_and_trials(
 
 
 @pytest.mark.slow
-def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
-    mixed: tuple[Path, Any],
-) -> None:
+def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(mixed):
     folder, _ = mixed
     before = read(only(folder), "search.json")["trials"]
-    more = ["search.trials=50", "checkpoint.resume=auto"]
-    again = sweep(folder, *PLANTED, *KINDS, *more)
+    again = sweep(folder, *PLANTED, *KINDS, "search.trials=50", "checkpoint.resume=auto")
     assert "6 of 50 trials are done" in again.stderr and " started" not in again.stderr
     assert read(only(folder), "search.json")["trials"] == before
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_behind_stops_early_and_cleanly(folder: Path) -> None:
+def test_a_trial_that_is_behind_stops_early_and_cleanly(folder):
     typed = ["+model.x=choice(0.3,3)", "+model.pause_s=0.02", "training.steps=200"]
     typed += ["training.validate_every=10", "search.startup=1", "search=grid", "search.seed=2"]
     done = sweep(folder, *PLANTED, *typed, "search.pruner=median")
@@ -278,7 +253,7 @@ def test_a_trial_that_is_behind_stops_early_and_cleanly(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_search_continues_with_its_trials(folder: Path) -> None:
+def test_a_killed_search_continues_with_its_trials(folder):
     typed = ["+model.x=interval(0,1)", "+model.pause_s=0.05", "training.steps=40"]
     typed += ["search.trials=6", "search.parallel=2", "search=random", "search.pruner=none"]
     typed += ["checkpoint.every=10", *SHORT[2:], "data=cancer", *PLANTED]
