@@ -98,7 +98,7 @@ def _module(package: str, name: str) -> str:
     return f"{package}.{name}" if below.exists() else package
 
 
-def test_a_room_imports_only_what_the_table_allows():
+def test_a_room_imports_only_what_the_table_allows() -> None:
     found = set()
     for module, path in modules().items():
         room = module.split(".")[0]
@@ -109,7 +109,7 @@ def test_a_room_imports_only_what_the_table_allows():
     assert sorted(found) == []
 
 
-def test_the_core_imports_only_lower_layers():
+def test_the_core_imports_only_lower_layers() -> None:
     found = set()
     for module, path in modules().items():
         for target in imported(ast.parse(path.read_text())):
@@ -122,7 +122,7 @@ def test_the_core_imports_only_lower_layers():
     assert sorted(found) == []
 
 
-def test_no_circle_of_imports_and_two_small_ones_within_functions():
+def test_no_circle_of_imports_and_two_small_ones_within_functions() -> None:
     for lazy, circles in ((False, []), (True, LAZY_CIRCLES)):
         arrows: dict[str, set[str]] = {}
         for module, path in modules().items():
@@ -132,7 +132,7 @@ def test_no_circle_of_imports_and_two_small_ones_within_functions():
         assert circles_of(arrows) == circles
 
 
-def test_types_close_circles_of_few_modules_of_the_core():
+def test_types_close_circles_of_few_modules_of_the_core() -> None:
     arrows = {}
     for module, path in modules().items():
         tree = ast.parse(path.read_text())
@@ -160,7 +160,7 @@ def circles_of(arrows: dict[str, set[str]]) -> list[set[str]]:
     return sorted(map(set, sets), key=min)
 
 
-def test_few_modules_outside_of_scale_name_the_processes_of_a_run():
+def test_few_modules_outside_of_scale_name_the_processes_of_a_run() -> None:
     lines = [
         module
         for module, path in modules().items()
@@ -171,7 +171,7 @@ def test_few_modules_outside_of_scale_name_the_processes_of_a_run():
     assert len(set(lines)) <= 10
 
 
-def test_checking_a_config_imports_no_torch():
+def test_checking_a_config_imports_no_torch() -> None:
     names = [m for m in modules() if any(fnmatch(m, pattern) for pattern in TORCH_FREE)]
     assert {"cli.__init__", "core.config.run_config", "core.schemas.data"} <= set(names)
     code = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
@@ -180,7 +180,7 @@ def test_checking_a_config_imports_no_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_every_config_file_begins_by_saying_what_it_is_for():
+def test_every_config_file_begins_by_saying_what_it_is_for() -> None:
     files = sorted((ROOT / "conf").rglob("*.yaml"))
     assert files
     assert [p.name for p in files if not p.read_text().startswith("#")] == []
@@ -227,7 +227,7 @@ WRITERS_BY_NAME = {
 }
 
 
-def test_files_are_written_by_the_functions_that_follow_no_link():
+def test_files_are_written_by_the_functions_that_follow_no_link() -> None:
     wrong, used = [], dict[str, set[str]]()
     for module, path in modules().items():
         for name, node in writing_calls(ast.parse(path.read_text())):

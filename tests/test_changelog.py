@@ -9,7 +9,7 @@ from runner.core.config.run_config import WrittenConfig
 TESTS = Path(__file__).parent
 
 
-def test_each_earlier_key_exists_or_stands_in_the_changelog_under_removed():
+def test_each_earlier_key_exists_or_stands_in_the_changelog_under_removed() -> None:
     """`earlier_keys.txt` has the keys of `--cfg job` of 2026-11-21 and later, without groups."""
     earlier = (TESTS / "earlier_keys.txt").read_text().split()
     keys = WrittenConfig(compose([])).flat().keys()

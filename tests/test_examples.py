@@ -24,7 +24,7 @@ def ran(name: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_list_of_examples_is_complete_and_they_are_short():
+def test_the_list_of_examples_is_complete_and_they_are_short() -> None:
     listed = re.findall(r"`(\w+\.py)`", (ROOT / "examples/README.md").read_text())
     assert sorted(listed) == [path.name for path in EXAMPLES] and len(listed) == 4
     for path in EXAMPLES:
@@ -33,13 +33,13 @@ def test_the_list_of_examples_is_complete_and_they_are_short():
         assert ast.get_docstring(ast.parse(source))
 
 
-def test_a_table_becomes_predictions_that_know_size_and_city(tmp_path):
+def test_a_table_becomes_predictions_that_know_size_and_city(tmp_path: Path) -> None:
     lines = ran("table_to_predictions.py", tmp_path).splitlines()
     genf, chur, _ = (int(line.rpartition(" ")[2]) for line in lines[-3:])
     assert 950 < genf < 1450 and 400 < chur < 800
 
 
-def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine():
+def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine() -> None:
     text = NOTEBOOK.read_text()
     assert len(text.encode()) <= 60_000 and not re.search(r"/(work|tmp|home)/", text)
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
@@ -49,7 +49,7 @@ def test_each_cell_of_the_notebook_has_stored_outputs_without_paths_of_a_machine
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path):
+def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path: Path) -> None:
     copy = tmp_path / "outputs" / NOTEBOOK.name
     copy.parent.mkdir()
     shutil.copy(NOTEBOOK, copy)
@@ -67,7 +67,7 @@ def test_the_notebook_runs_cell_by_cell_to_its_stored_outputs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path):
+def test_the_blocks_of_the_pages_on_python_and_metrics_run(tmp_path: Path) -> None:
     python, metrics = (
         re.findall(r"```python\n(.*?)```", (ROOT / f"docs/how-to/{page}.md").read_text(), re.S)
         for page in ("use-from-python", "metrics-of-your-own")
@@ -92,14 +92,14 @@ def outputs(path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path):
+def test_a_loop_with_a_bad_batch_loses_one_step(tmp_path: Path) -> None:
     said = ran("own_loop.py", tmp_path)
     found = re.fullmatch(r"accuracy (0\.\d+|1\.000) after \d+ steps, 1 of them skipped\n", said)
     assert found and float(found[1]) > 0.9
 
 
 @pytest.mark.slow
-def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path):
+def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path: Path) -> None:
     first, *techniques = ran("own_model_and_loss.py", tmp_path).splitlines()
     loss, folder = first.split()
     assert float(loss) < 0.1
@@ -108,6 +108,6 @@ def test_a_user_model_and_loss_give_a_run_with_a_report(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_sweep_ends_with_its_rows_and_its_page(tmp_path):
+def test_a_sweep_ends_with_its_rows_and_its_page(tmp_path: Path) -> None:
     *_, page = ran("sweep_and_page.py", tmp_path).splitlines()
     assert (tmp_path / page).read_text().startswith("<!doctype html>")

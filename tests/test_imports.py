@@ -35,7 +35,7 @@ def imported(folder: Path, *typed: str) -> dict[str, str]:
     return files
 
 
-def test_a_plain_run_imports_the_core_alone(tmp_path):
+def test_a_plain_run_imports_the_core_alone(tmp_path: Path) -> None:
     files = imported(tmp_path)
     lines = {
         name: len(Path(file).read_text().splitlines())
@@ -50,5 +50,5 @@ def test_a_plain_run_imports_the_core_alone(tmp_path):
     assert not [name for name in files if name.startswith(TOOLS)]
 
 
-def test_a_level_imports_no_compiler_for_a_run_too_short_for_it(tmp_path):
+def test_a_level_imports_no_compiler_for_a_run_too_short_for_it(tmp_path: Path) -> None:
     assert "torch._dynamo" not in imported(tmp_path, "optimization=ultra")

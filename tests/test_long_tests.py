@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 long_tests = runpy.run_path(str(ROOT / "scripts" / "long_tests.py"))
 
 
-def test_every_long_test_exists():
+def test_every_long_test_exists() -> None:
     names = defaultdict(set)
     for line in long_tests["LIST"].read_text().splitlines():
         file, _, test = line.partition("::")
@@ -21,7 +21,7 @@ def test_every_long_test_exists():
         assert long <= defined, f"{file}: {long - defined}"
 
 
-def test_the_longest_tests_go_and_of_each_file_the_shortest_stays():
+def test_the_longest_tests_go_and_of_each_file_the_shortest_stays() -> None:
     choose = long_tests["choose"]
     seconds = {"a::x": 5.0, "a::y[1]": 3.0, "a::y[2]": 0.5, "b::z": 4.0, "c::w": 0.1}
     assert choose(seconds, 100.0) == []

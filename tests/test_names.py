@@ -29,7 +29,7 @@ def definitions() -> list[tuple[str, str, bool]]:
     return rows
 
 
-def test_names_are_terms_of_the_field():
+def test_names_are_terms_of_the_field() -> None:
     denied = [
         f"{place}: {name}"
         for place, name, _ in definitions()
@@ -38,7 +38,7 @@ def test_names_are_terms_of_the_field():
     assert not denied, "\n".join(denied)
 
 
-def test_no_two_classes_share_a_name():
+def test_no_two_classes_share_a_name() -> None:
     places = defaultdict(list)
     for place, name, is_class in definitions():
         if is_class:

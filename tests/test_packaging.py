@@ -89,7 +89,7 @@ def composed() -> str:
     return output([sys.executable, "-m", "runner", "--cfg", "job"], cwd=ROOT)
 
 
-def test_the_wheel_holds_every_module_data_file_and_config_file(wheel):
+def test_the_wheel_holds_every_module_data_file_and_config_file(wheel: Path) -> None:
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "runner").rglob("*")
@@ -104,7 +104,7 @@ def test_the_wheel_holds_every_module_data_file_and_config_file(wheel):
     assert names == package | conf
 
 
-def test_messages_name_the_distribution_and_extras_that_exist():
+def test_messages_name_the_distribution_and_extras_that_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == DISTRIBUTION != "runner"  # which is somebody else's on the index
     sources = [*(ROOT / "runner").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
@@ -143,7 +143,7 @@ def _torch_wheel(folder: Path, version: str) -> None:
 
 
 @pytest.mark.slow
-def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path):
+def test_set_up_takes_the_build_of_torch_that_pips_own_settings_lead_to(tmp_path: Path) -> None:
     _torch_wheel(tmp_path / "plain", "2.13.0")
     _torch_wheel(tmp_path / "cpu", "2.13.0+cpu")
     for name, settings, expected in (
@@ -181,7 +181,7 @@ Successfully installed torch-2.13.0
 """
 
 
-def test_set_up_says_what_takes_time():
+def test_set_up_says_what_takes_time() -> None:
     script = f". {ROOT}/scripts/setup.sh; summarise_pip"
     done = subprocess.run(
         ["bash", "-c", script], input=PIP_LINES, capture_output=True, text=True, check=True
@@ -193,7 +193,9 @@ def test_set_up_says_what_takes_time():
     ]
 
 
-def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(tmp_path):
+def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(
+    tmp_path: Path,
+) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ERROR: no space' >&2\nexit 3\n")
     python.chmod(0o755)
@@ -203,7 +205,9 @@ def test_a_failed_installation_is_an_error_although_its_lines_are_summarised(tmp
 
 
 @pytest.mark.parametrize("kind", ["installed", "editable"])
-def test_an_installation_works_from_any_folder(kind, composed, tmp_path, request):
+def test_an_installation_works_from_any_folder(
+    kind: str, composed: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     here: Installation = request.getfixturevalue(kind)
     python, script = str(here.python), str(here.script)
 
@@ -241,7 +245,9 @@ JOBS = (  # what is typed after `runner`, a file that it leaves, and what it say
 
 
 @pytest.mark.slow
-def test_the_installed_wheel_does_every_job_in_a_folder_of_its_own(installed, tmp_path):
+def test_the_installed_wheel_does_every_job_in_a_folder_of_its_own(
+    installed: Installation, tmp_path: Path
+) -> None:
     rows = [f"{i % 7},{i % 3},{'no' if i % 7 < 4 else 'yes'}\n" for i in range(120)]
     (tmp_path / "t.csv").write_text("a,b,y\n" + "".join(rows))
     (tmp_path / "new.csv").write_text("a,b\n1,2\n6,0\n")

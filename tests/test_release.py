@@ -50,7 +50,7 @@ def commit(root: Path) -> None:
     git(root, "commit", "-qm", "x", "--no-gpg-sign")
 
 
-def test_a_release_needs_a_clean_tree_the_tag_of_its_version_and_a_heading(checkout):
+def test_a_release_needs_a_clean_tree_the_tag_of_its_version_and_a_heading(checkout: Path) -> None:
     git(checkout, "tag", "v0.0.1")
     assert f"no tag v{__version__}" in release(checkout).stderr
     git(checkout, "tag", f"v{__version__}")
@@ -68,7 +68,9 @@ def test_a_release_needs_a_clean_tree_the_tag_of_its_version_and_a_heading(check
 
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["", "conf/schedule/cosine.yaml"])
-def test_a_rehearsal_proves_the_wheel_by_the_demo_in_an_empty_folder(tmp_path, missing):
+def test_a_rehearsal_proves_the_wheel_by_the_demo_in_an_empty_folder(
+    tmp_path: Path, missing: str
+) -> None:
     root = tmp_path / "checkout"
     for name in ("runner", "conf", "scripts"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -99,7 +101,7 @@ def screenshots() -> ModuleType:
     return module
 
 
-def test_the_picture_of_a_run_is_its_end_table_with_colours(screenshots):
+def test_the_picture_of_a_run_is_its_end_table_with_colours(screenshots: ModuleType) -> None:
     printed = (
         "\x1b[?25lstep 5\r\n\x1b[1A\x1b[2Kresult of a check\r\n\x1b[1;36mresult\x1b[0m\r\n"
         "  val/accuracy  \x1b[32m0.9875\x1b[0m\r\n\r\n"
@@ -111,7 +113,7 @@ def test_the_picture_of_a_run_is_its_end_table_with_colours(screenshots):
     assert "font-face" not in svg and "\x1b" not in svg  # nothing from the net
 
 
-def test_the_readme_begins_with_pictures_of_at_most_300_kb_in_all(screenshots):
+def test_the_readme_begins_with_pictures_of_at_most_300_kb_in_all(screenshots: ModuleType) -> None:
     head = "\n".join((ROOT / "README.md").read_text().splitlines()[:8])
     pictures = list(IMAGES.iterdir())
     assert {path.name for path in pictures} == {"end-of-run.svg", "comparison.png"}

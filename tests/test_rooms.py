@@ -15,17 +15,17 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("earlier", rooms.MOVED)
-def test_a_module_has_its_earlier_name_too(earlier):
+def test_a_module_has_its_earlier_name_too(earlier: str) -> None:
     assert import_module(earlier) is import_module(rooms.MOVED[earlier])
 
 
-def test_only_earlier_names_in_the_list_are_forwarded():
+def test_only_earlier_names_in_the_list_are_forwarded() -> None:
     assert find_spec("runner.objectives") is not None
     assert find_spec("runner.objectives.classification") is None
     assert find_spec("runner.training") is None
 
 
-def test_replay_step_has_its_earlier_name_too():
+def test_replay_step_has_its_earlier_name_too() -> None:
     from runner.library.stability import replay_step as earlier  # type: ignore[import-not-found]
 
     from runner.diagnose.replay.step import replay_step
@@ -34,7 +34,7 @@ def test_replay_step_has_its_earlier_name_too():
 
 
 @pytest.mark.parametrize("kind, name", [(k, name) for k, v in rooms.NAMES.items() for name in v])
-def test_every_name_of_the_table_is_found(kind, name):
+def test_every_name_of_the_table_is_found(kind: str, name: str) -> None:
     assert callable(rooms.find(kind, name))
 
 
@@ -52,7 +52,9 @@ def test_every_name_of_the_table_is_found(kind, name):
         )),
     ],
 )  # fmt: skip
-def test_a_missing_room_is_named_and_the_rest_works(room, typed, needed_by, tmp_path):
+def test_a_missing_room_is_named_and_the_rest_works(
+    room: str, typed: str, needed_by: str, tmp_path: Path
+) -> None:
     for name in ("conf", "runner"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.rmtree(tmp_path / "runner" / room)

@@ -42,7 +42,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Mixed:
     return folder, only(folder), done
 
 
-def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed):
+def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed: Mixed) -> None:
     folder, place, done = mixed
     assert statuses(place) == ENDS and done.returncode == 7, done.stderr
     assert "2 of 4 jobs failed:" in done.stderr
@@ -64,7 +64,7 @@ def test_a_job_that_fails_or_is_killed_is_a_row_and_the_others_finish(mixed):
     assert (folder / "hydra_plugins" / "trap.py").exists() and not (folder / "trapped").exists()
 
 
-def test_every_job_has_a_process_and_a_record_of_its_own(mixed):
+def test_every_job_has_a_process_and_a_record_of_its_own(mixed: Mixed) -> None:
     _, place, _ = mixed
     records = [read(place / str(n), "summary.json") for n in range(4)]
     logs = [(place / str(n) / "console.log").read_text() for n in range(4)]
@@ -82,7 +82,7 @@ def test_every_job_has_a_process_and_a_record_of_its_own(mixed):
         assert "hydra." not in typed and "monitoring" not in typed  # it can be typed as it is
 
 
-def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed):
+def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed: Mixed) -> None:
     folder, place, _ = mixed
     damaged = Path("checkpoints") / "step_00000003" / "manifest.json"  # of the one that was killed
     (place / "3" / damaged).parent.mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_the_same_command_again_runs_what_failed_and_nothing_else(mixed):
 
 
 @pytest.mark.slow
-def test_values_typed_twice_run_twice_with_a_notice(folder):
+def test_values_typed_twice_run_twice_with_a_notice(folder: Path) -> None:
     done = sweep(folder, "optimizer.lr=1e-3,0.001,1e-2")
     assert statuses(only(folder)) == ["done"] * 3 and done.returncode == 0
     assert done.stderr.count("typed more than once, and run as often: ") == 1
@@ -112,7 +112,7 @@ def test_values_typed_twice_run_twice_with_a_notice(folder):
 
 
 @pytest.mark.slow
-def test_hydras_own_launcher_ends_in_the_same_table(folder):
+def test_hydras_own_launcher_ends_in_the_same_table(folder: Path) -> None:
     done = sweep(folder, *NET, "+model.how=fine,fail", "hydra/launcher=basic")
     assert done.returncode == 7 and "1 of 2 jobs failed" in done.stderr
     rows = read(only(folder), "comparison.json")["rows"]
@@ -121,7 +121,7 @@ def test_hydras_own_launcher_ends_in_the_same_table(folder):
 
 
 @pytest.mark.slow
-def test_another_sweeper_gets_the_value_of_each_job_and_its_failures(folder):
+def test_another_sweeper_gets_the_value_of_each_job_and_its_failures(folder: Path) -> None:
     done = sweep(folder, *NET, "hydra/sweeper=two_rounds")
     value, failure = (only(folder) / "seen.txt").read_text().splitlines()
     assert float(value) == pytest.approx(read(only(folder) / "0", "summary.json")["best"])

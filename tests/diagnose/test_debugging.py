@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def calls(of: Debugger) -> dict[str, int]:
     return {row.name: row.calls for row in of.summary().operations}
 
 
-def test_a_plain_loop_shows_where_the_nan_came_from_and_at_which_step():
+def test_a_plain_loop_shows_where_the_nan_came_from_and_at_which_step() -> None:
     debugger.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -52,7 +53,7 @@ def test_a_plain_loop_shows_where_the_nan_came_from_and_at_which_step():
     assert "step/forward" in str(summary) and first.message in str(summary)
 
 
-def test_an_exception_is_recorded_with_its_traceback_and_raised(own):
+def test_an_exception_is_recorded_with_its_traceback_and_raised(own: Debugger) -> None:
     with pytest.raises(ZeroDivisionError), own.context("outer"), own.context("inner"):
         _ = 1 / 0
     with own.context("after"):
@@ -75,8 +76,8 @@ def test_an_exception_is_recorded_with_its_traceback_and_raised(own):
     ids=["inf", "nest", "number", "complex", "sparse"],
 )
 def test_values_that_are_not_finite_are_recorded_or_raised_and_logged_once(
-    value, message, own, caplog
-):
+    value: object, message: str, own: Debugger, caplog: pytest.LogCaptureFixture
+) -> None:
     for fine in (torch.ones(3), torch.arange(3), 1.0, 3, "text", None, [torch.zeros(0)]):
         own.check(fine)
     with caplog.at_level(logging.WARNING, "runner"):
@@ -89,7 +90,7 @@ def test_values_that_are_not_finite_are_recorded_or_raised_and_logged_once(
     assert len(caplog.records) == 1
 
 
-def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own):
+def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own: Debugger) -> None:
     @own.operation(check_finite="raise")
     def broken(x: Tensor) -> Tensor:
         """Divides."""
@@ -115,7 +116,7 @@ def test_the_decorator_raises_if_asked_and_keeps_the_functions_name(own):
     assert repr(own) == "<Debugger: 2 operations, 2 faults>"
 
 
-def test_threads_count_together(own):
+def test_threads_count_together(own: Debugger) -> None:
     def work(_: int) -> None:
         for _ in range(100):
             with own.context("outer"), own.context("inner"):
@@ -126,7 +127,9 @@ def test_threads_count_together(own):
     assert calls(own) == {"outer": 600, "outer/inner": 600}
 
 
-def test_faults_of_gradients_are_recorded_and_logged(own, caplog):
+def test_faults_of_gradients_are_recorded_and_logged(
+    own: Debugger, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(3, 1)
     model(torch.randn(5, 3)).sum().backward()
     assert own.check_gradients(model).problems == own.summary().faults == []
@@ -143,7 +146,7 @@ def test_faults_of_gradients_are_recorded_and_logged(own, caplog):
     assert kinds == ["non_finite", "no_gradient", "not_optimized"]
 
 
-def test_rows_have_the_longest_call_failures_findings_and_memory(own):
+def test_rows_have_the_longest_call_failures_findings_and_memory(own: Debugger) -> None:
     for seconds in (0.0, 0.05, 0.0):
         with own.context("step"):
             time.sleep(seconds)
@@ -176,7 +179,9 @@ class Root(nn.Module):
 
 
 @pytest.mark.parametrize("call", ["method", "function", "keyword", "grad"])
-def test_a_nan_of_a_backward_is_named_by_operation_module_and_line(own, call):
+def test_a_nan_of_a_backward_is_named_by_operation_module_and_line(
+    own: Debugger, call: str
+) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), Root()), nn.Linear(4, 1))
 
     def backward(model: nn.Module) -> None:
@@ -211,7 +216,7 @@ def test_a_nan_of_a_backward_is_named_by_operation_module_and_line(own, call):
     assert [f.kind for f in own.summary().faults] == ["anomaly", "anomaly", "exception"]
 
 
-def test_an_inf_before_the_nan_and_operations_outside_of_modules_are_named(own):
+def test_an_inf_before_the_nan_and_operations_outside_of_modules_are_named(own: Debugger) -> None:
     weight = torch.zeros(3, requires_grad=True)
     with own.context("step", anomaly=True):
         (nn.Identity()(weight) * torch.zeros(3)).sqrt().sum().backward()
@@ -220,7 +225,7 @@ def test_an_inf_before_the_nan_and_operations_outside_of_modules_are_named(own):
     assert "; Inf first, by SqrtBackward0, " in fault.message and "module" not in fault.message
 
 
-def test_the_norm_of_a_gradient_report_is_torchs_total_norm():
+def test_the_norm_of_a_gradient_report_is_torchs_total_norm() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 2))
     model(torch.randn(3, 7)).square().sum().backward()
@@ -234,7 +239,7 @@ def test_the_norm_of_a_gradient_report_is_torchs_total_norm():
     debugger.reset()
 
 
-def test_the_summary_is_exported_as_json(own, tmp_path):
+def test_the_summary_is_exported_as_json(own: Debugger, tmp_path: Path) -> None:
     with own.context("step"):
         own.check(math.nan, "loss")
     file = own.export(tmp_path / "new" / "debug.json")
@@ -258,7 +263,7 @@ def test_the_summary_is_exported_as_json(own, tmp_path):
             call()
 
 
-def test_contexts_of_two_threads_leave_torch_as_it_was():
+def test_contexts_of_two_threads_leave_torch_as_it_was() -> None:
     """The second begins within the first, and ends after it."""
     before = torch.autograd.backward, torch.autograd.grad, torch.is_anomaly_enabled()
     own, first_left = Debugger(), threading.Event()
@@ -282,7 +287,7 @@ def test_contexts_of_two_threads_leave_torch_as_it_was():
     assert (torch.autograd.backward, torch.autograd.grad, torch.is_anomaly_enabled()) == before
 
 
-def test_a_reset_within_a_context_does_not_break_the_backward():
+def test_a_reset_within_a_context_does_not_break_the_backward() -> None:
     own, weight = Debugger(), torch.zeros(3, requires_grad=True)
     with own.context("step", anomaly=True):
         own.reset()

@@ -1,6 +1,7 @@
 """Peaks of phases, leaks and a table, for a loop that is not ours."""
 
 import mmap
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -24,7 +25,7 @@ def hold(mib: int) -> None:
     del block
 
 
-def test_the_address_space_of_the_process_and_what_is_swapped_out(memory):
+def test_the_address_space_of_the_process_and_what_is_swapped_out(memory: Memory) -> None:
     before, size = memory.stats(), 512 * MIB
     assert before.virtual == pytest.approx(psutil.Process().memory_info().vms, rel=0.02)
     assert before.virtual > before.process and before.swap >= 0
@@ -35,7 +36,7 @@ def test_the_address_space_of_the_process_and_what_is_swapped_out(memory):
     assert any(line.startswith("virtual ") for line in str(memory).splitlines())
 
 
-def test_stats_are_plain_numbers_that_fit_together(memory):
+def test_stats_are_plain_numbers_that_fit_together(memory: Memory) -> None:
     stats = memory.stats()
     assert 0 < stats.process <= stats.peak_process + MIB
     assert 0 < stats.available < stats.limit and stats.limited_by
@@ -43,7 +44,7 @@ def test_stats_are_plain_numbers_that_fit_together(memory):
 
 
 @pytest.mark.skipif(not device_memory.reset_peak(), reason="the mark cannot be restarted here")
-def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memory):
+def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memory: Memory) -> None:
     for size in (20, 90, 40):
         with memory.track("epoch"), memory.track("evaluate"):
             hold(size)
@@ -66,7 +67,9 @@ def test_phases_nest_and_add_up_over_the_times_that_they_run_in_any_thread(memor
     assert memory.phases["save"].times == 83
 
 
-def test_a_leak_in_a_loop_is_reported_and_none_in_a_healthy_loop(memory, mapped):
+def test_a_leak_in_a_loop_is_reported_and_none_in_a_healthy_loop(
+    memory: Memory, mapped: Callable[[int], mmap.mmap]
+) -> None:
     healthy = Memory("cpu")
     for step in range(1, 501):
         hold(1)
@@ -82,7 +85,7 @@ def test_a_leak_in_a_loop_is_reported_and_none_in_a_healthy_loop(memory, mapped)
     assert "a leak: growing" in str(memory) and "too few samples" not in str(healthy)
 
 
-def test_clear_gives_back_what_only_garbage_held(memory):
+def test_clear_gives_back_what_only_garbage_held(memory: Memory) -> None:
     ring: list[object] = [bytearray(b"x") * (64 * MIB)]
     ring.append(ring)
     del ring
@@ -90,18 +93,18 @@ def test_clear_gives_back_what_only_garbage_held(memory):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_an_error_at_once():
+def test_a_device_that_is_not_there_is_an_error_at_once() -> None:
     with pytest.raises(DeviceError):
         Memory("cuda")
 
 
-def test_a_step_that_is_no_number_is_refused(memory):
+def test_a_step_that_is_no_number_is_refused(memory: Memory) -> None:
     with pytest.raises(UsageError, match="Memory.sample: step must be a whole number ≥ 0, got 'a'"):
         memory.sample("a")  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_phase_has_the_peak_of_its_tensors():
+def test_on_a_gpu_a_phase_has_the_peak_of_its_tensors() -> None:
     memory = Memory("cuda")
     with memory.track("big"):
         torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")

@@ -26,7 +26,7 @@ def linear() -> nn.Module:
 PRODUCTS = 32 * (128 * 256 + 256 * 16)
 
 
-def test_operations_parameters_memory_and_times_of_a_perceptron_and_the_measured_peak():
+def test_operations_parameters_memory_and_times_of_a_perceptron_and_the_measured_peak() -> None:
     model = linear()
     model[2].requires_grad_(False)
     profile = profile_model(model, torch.randn(32, 128), runs=20)
@@ -44,7 +44,7 @@ def test_operations_parameters_memory_and_times_of_a_perceptron_and_the_measured
     assert profile.mfu == pytest.approx(per_second / profile.peak.flops_per_second)
 
 
-def test_a_backward_counts_twice_and_leaves_no_trace():
+def test_a_backward_counts_twice_and_leaves_no_trace() -> None:
     model = nn.Sequential(linear(), nn.BatchNorm1d(16), nn.Dropout(0.5))
     model.eval()
     before = copy.deepcopy(model.state_dict())
@@ -58,14 +58,14 @@ def test_a_backward_counts_twice_and_leaves_no_trace():
     assert not model.training
 
 
-def test_attention_is_counted_on_a_cpu_too():
+def test_attention_is_counted_on_a_cpu_too() -> None:
     """One head, no products but the two of attention."""
     attends = Computed(lambda _, x: nn.functional.scaled_dot_product_attention(x, x, x))
     profile = profile_model(attends, torch.randn(2, 1, 64, 32), runs=2)
     assert profile.flops == 2 * 2 * (2 * 64 * 64 * 32)
 
 
-def test_the_peak_of_a_gpu_is_that_of_its_data_sheet():
+def test_the_peak_of_a_gpu_is_that_of_its_data_sheet() -> None:
     with optimize(nn.Linear(2, 2), "none", example=torch.randn(1, 2)) as fast:
         device = fast.lazy.run.device
     for name, dtype, tera in (
@@ -97,11 +97,11 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet():
         "NVIDIA GeForce RTX 4090", "NVIDIA H20", "Tesla V100S-PCIE-32GB", "NVIDIA DGX GB200",
     ],
 )  # fmt: skip
-def test_a_gpu_whose_name_only_contains_that_of_a_data_sheet_has_no_peak(name):
+def test_a_gpu_whose_name_only_contains_that_of_a_data_sheet_has_no_peak(name: str) -> None:
     assert data_sheet(name) is None
 
 
-def test_the_table_names_the_slowest_operators_and_the_record_is_plain():
+def test_the_table_names_the_slowest_operators_and_the_record_is_plain() -> None:
     profile = profile_model(linear(), torch.randn(512, 128), runs=3)
     spent = list(profile.operators_ms.values())
     assert spent == sorted(spent, reverse=True)  # which is first depends on the machine
@@ -111,7 +111,7 @@ def test_the_table_names_the_slowest_operators_and_the_record_is_plain():
     assert json.loads(json.dumps(asdict(profile)))["flops"] == profile.flops
 
 
-def test_an_optimized_model_is_profiled_under_its_techniques():
+def test_an_optimized_model_is_profiled_under_its_techniques() -> None:
     overrides = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
     with optimize(linear(), "none", overrides=overrides) as fast:
         profile = profile_model(fast, torch.randn(32, 128), runs=3)
@@ -120,7 +120,7 @@ def test_an_optimized_model_is_profiled_under_its_techniques():
     assert profile.flops == 2 * PRODUCTS
 
 
-def test_a_model_that_fails_is_one_clear_error():
+def test_a_model_that_fails_is_one_clear_error() -> None:
     model, x = linear(), torch.randn(2, 128)
     for call, message in (
         (lambda: profile_model(model, torch.randn(2, 5)), r"shape \[2, 5\]: RuntimeError"),
@@ -133,7 +133,7 @@ def test_a_model_that_fails_is_one_clear_error():
             call()
 
 
-def test_system_info_is_what_the_doctor_sees():
+def test_system_info_is_what_the_doctor_sees() -> None:
     info = json.loads(json.dumps(system_info()))
     assert info["versions"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__
     assert info["device"]["kind"] in ("cpu", "cuda", "mps")
@@ -141,7 +141,7 @@ def test_system_info_is_what_the_doctor_sees():
     assert {row["name"] for row in info["techniques"]} >= {"amp", "compile", "tf32"}
 
 
-def test_on_a_gpu_the_time_of_a_kernel_counts_once():
+def test_on_a_gpu_the_time_of_a_kernel_counts_once() -> None:
     def row(key: str, kind: DeviceType, device_us: float) -> Any:
         return SimpleNamespace(
             key=key, device_type=kind, is_user_annotation=False, self_device_time_total=device_us,

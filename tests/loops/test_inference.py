@@ -36,7 +36,7 @@ class Broken(nn.Module):
         return y, torch.arange(len(x))
 
 
-def test_the_output_is_the_models_in_eval_mode_without_gradients(net):
+def test_the_output_is_the_models_in_eval_mode_without_gradients(net: nn.Module) -> None:
     net[2].eval()
     modes = [m.training for m in net.modules()]
     x = torch.randn(6, 64)
@@ -51,7 +51,7 @@ def test_the_output_is_the_models_in_eval_mode_without_gradients(net):
 
 
 @pytest.mark.parametrize("shape", ["tensor", "tuple", "dict"])
-def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(shape):
+def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(shape: str) -> None:
     model, x, scale = Large(3), torch.randn(11, 4), torch.tensor([1.0, 2.0, 3.0])
     batch: Any = {"tensor": x, "tuple": (x, scale), "dict": {"x": x, "scale": scale}}[shape]
     result = safe_inference(model, batch)
@@ -69,7 +69,7 @@ def test_out_of_memory_falls_back_to_pieces_whose_rows_are_those_of_the_whole(sh
         safe_inference(model, batch)
 
 
-def test_non_finite_values_are_counted_by_tensor_and_replaced():
+def test_non_finite_values_are_counted_by_tensor_and_replaced() -> None:
     x = torch.randn(4, 4)
     x[3, 3] = math.nan
     result = safe_inference(Broken(), x, nan=-1.0, inf=9.0)
@@ -86,7 +86,7 @@ def test_non_finite_values_are_counted_by_tensor_and_replaced():
     assert not kept.ok and kept.output[0][0, 0].isnan() and kept.non_finite == 4
 
 
-def test_random_states_and_modes_are_as_before_also_after_an_error():
+def test_random_states_and_modes_are_as_before_also_after_an_error() -> None:
     error = ValueError("my own mistake")
 
     class Drawing(nn.Module):
@@ -107,7 +107,7 @@ def test_random_states_and_modes_are_as_before_also_after_an_error():
     assert model.training
 
 
-def test_an_optimized_model_answers_under_its_techniques(net):
+def test_an_optimized_model_answers_under_its_techniques(net: nn.Module) -> None:
     x = torch.randn(8, 64)
     expected = safe_inference(net, x).output
     bf16 = ["optimization.amp.enabled=true", "optimization.amp.dtype=bf16"]
@@ -120,7 +120,7 @@ def test_an_optimized_model_answers_under_its_techniques(net):
     assert net.training
 
 
-def test_a_mistake_names_the_argument(net):
+def test_a_mistake_names_the_argument(net: nn.Module) -> None:
     x: Any = torch.randn(2, 64)
     for arguments, options, message in (
         ((torch.relu, x), {}, "model must be a torch.nn.Module, got a builtin"),
@@ -138,8 +138,8 @@ def test_a_mistake_names_the_argument(net):
 
 
 def test_a_sound_model_is_ok_and_outputs_for_the_probes_that_are_not_finite_are_a_fault(
-    net, digits
-):
+    net: nn.Module, digits: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
     report = check_model(net, digits[1][0][:64])
     assert report.ok and report.reasons == []
     assert report.facts["parameters"] == sum(p.numel() for p in net.parameters())
@@ -149,7 +149,7 @@ def test_a_sound_model_is_ok_and_outputs_for_the_probes_that_are_not_finite_are_
     assert reason.code == "outputs.not_finite" and reason.evidence.endswith("of 80 values")
 
 
-def test_a_report_prints_one_line_a_finding(net):
+def test_a_report_prints_one_line_a_finding(net: nn.Module) -> None:
     net[1].weight.data[3, 5] = math.nan
     net.register_buffer("<script>\n|x", torch.tensor([math.inf, 0.0]))
     report = check_model(net)

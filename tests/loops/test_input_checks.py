@@ -68,7 +68,7 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_fault_is_named_by_kind_and_samples_and_nothing_else_is(what):
+def test_a_planted_fault_is_named_by_kind_and_samples_and_nothing_else_is(what: str) -> None:
     given, options, expected = PLANTED[what]
     if what == "ragged samples":
         given = (given, torch.tensor([0, 1, 2]))
@@ -97,13 +97,13 @@ SOUND: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("what", SOUND)
-def test_a_sound_batch_is_ok(what):
+def test_a_sound_batch_is_ok(what: str) -> None:
     given, options = SOUND[what]
     report = validate_inputs(given, **options)
     assert report.ok and report.reasons == [], str(report)
 
 
-def test_a_mistake_names_the_argument():
+def test_a_mistake_names_the_argument() -> None:
     x, y = batch()
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: validate_inputs((x[:0], y[:0])), r"validate_inputs: batch .* shape \[0, 4\]"),
@@ -147,7 +147,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize(
     "error", [TimeoutError("slow"), ConnectionError("gone"), ConnectionResetError("reset")]
 )
-def test_transient_errors_are_tried_again_and_the_last_one_is_a_problem(error):
+def test_transient_errors_are_tried_again_and_the_last_one_is_a_problem(error: Exception) -> None:
     x = batch()[0]
     model = Failing(2, error)
     result = safe_inference(model, x, retries=2)
@@ -162,7 +162,7 @@ def test_transient_errors_are_tried_again_and_the_last_one_is_a_problem(error):
         safe_inference(Failing(1, error), x)
 
 
-def test_other_errors_are_raised_and_classes_can_be_chosen():
+def test_other_errors_are_raised_and_classes_can_be_chosen() -> None:
     x = batch()[0]
     with pytest.raises(ValueError, match="wrong"):
         safe_inference(Failing(1, ValueError("wrong")), x, retries=5)
@@ -175,7 +175,7 @@ def same(noise: float = 0.0) -> nn.Module:
     return Computed(lambda _, x: {"logits": 100 + noise * x, "scale": torch.ones(2)})
 
 
-def test_an_output_that_is_the_same_for_all_samples_is_a_problem():
+def test_an_output_that_is_the_same_for_all_samples_is_a_problem() -> None:
     x = batch()[0]
     result = safe_inference(same(), x)
     assert not result.ok and result.problems == ["output: the same for all 8 samples"]
@@ -185,7 +185,7 @@ def test_an_output_that_is_the_same_for_all_samples_is_a_problem():
     assert safe_inference(same(), x[:1]).ok
 
 
-def test_a_batch_of_another_form_than_the_earlier_one_is_a_problem():
+def test_a_batch_of_another_form_than_the_earlier_one_is_a_problem() -> None:
     x, model = batch()[0], nn.Linear(4, 2)
     assert safe_inference(model, x, like=x[:2]).ok
     result = safe_inference(model, x[:, :3], like=x)  # the model cannot take it

@@ -73,8 +73,8 @@ def updates(optimizer: Optimizer) -> set[float]:
 
 @pytest.mark.parametrize(("way", "made"), CASES)
 def test_the_curve_is_that_of_clip_grad_norm_and_step_with_groups_and_a_scheduler(
-    net, twin, batches, way, made
-):
+    net: Any, twin: Any, batches: list[Batch], way: str, made: tuple[Any, dict[str, Any]]
+) -> None:
     def grouped(model: Any) -> tuple[Optimizer, Any]:
         kind, options = made
         groups = [
@@ -107,7 +107,13 @@ def test_the_curve_is_that_of_clip_grad_norm_and_step_with_groups_and_a_schedule
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("made", OPTIMIZERS)
-def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(net, twin, batches, way, made):
+def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(
+    net: nn.Module,
+    twin: nn.Module,
+    batches: list[Batch],
+    way: str,
+    made: tuple[Any, dict[str, Any]],
+) -> None:
     kind, options = made
     bad = poisoned(batches[9])
     ends = []
@@ -123,15 +129,15 @@ def test_a_nan_batch_leaves_all_bit_equal_to_never_having_seen_it(net, twin, bat
 # -- train_step ------------------------------------------------------------------------------------
 
 
-def test_without_the_guard_a_nan_goes_in(net, batches):
+def test_without_the_guard_a_nan_goes_in(net: nn.Module, batches: list[Batch]) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     assert not train_step(net, optimizer, poisoned(batches[0]), loss_of, guard=False).skipped
     assert not next(net.parameters()).isfinite().all()
 
 
 def test_steps_of_the_callers_own_may_come_between_and_the_state_can_be_saved_and_loaded(
-    net, twin, batches
-):
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
     ours, theirs = (torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (net, twin))
     for i, batch in enumerate(batches[:12]):
         if i % 3:
@@ -151,7 +157,9 @@ def test_steps_of_the_callers_own_may_come_between_and_the_state_can_be_saved_an
     assert_close(net, twin)
 
 
-def test_every_call_of_step_reaches_the_hooks_on_the_optimizer(net, batches):
+def test_every_call_of_step_reaches_the_hooks_on_the_optimizer(
+    net: nn.Module, batches: list[Batch]
+) -> None:
     optimizer, seen = torch.optim.AdamW(net.parameters()), []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     for batch in batches[:3]:
@@ -159,7 +167,7 @@ def test_every_call_of_step_reaches_the_hooks_on_the_optimizer(net, batches):
     assert len(seen) == 3
 
 
-def test_parameters_added_later_are_trained_too(net, batches):
+def test_parameters_added_later_are_trained_too(net: Any, batches: list[Batch]) -> None:
     head, body = net[4], [*net[1].parameters(), *net[2].parameters()]
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
     train_step(net, optimizer, batches[0], loss_of)
@@ -170,7 +178,9 @@ def test_parameters_added_later_are_trained_too(net, batches):
     assert not torch.equal(before, body[0])
 
 
-def test_a_mistake_names_the_argument_and_leaves_the_model_alone(net, batches):
+def test_a_mistake_names_the_argument_and_leaves_the_model_alone(
+    net: nn.Module, batches: list[Batch]
+) -> None:
     before = copy.deepcopy(net.state_dict())
     (x, y), optimizer = batches[0], torch.optim.AdamW(net.parameters())
     usual: dict[str, Any] = {"model": net, "optimizer": optimizer, "batch": (x, y)}
@@ -197,7 +207,7 @@ def test_a_mistake_names_the_argument_and_leaves_the_model_alone(net, batches):
 # -- optimize_training_loop ------------------------------------------------------------------------
 
 
-def test_steps_and_skipped_steps_are_counted(net, batches):
+def test_steps_and_skipped_steps_are_counted(net: nn.Module, batches: list[Batch]) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     with optimize_training_loop(net, optimizer, loss_of, level="basic") as loop:
         loop(batches[0])
@@ -208,7 +218,7 @@ def test_steps_and_skipped_steps_are_counted(net, batches):
     assert sum(summary.throughput.split.values()) == pytest.approx(1.0)
 
 
-def test_dropout_follows_the_callers_generator(batches):
+def test_dropout_follows_the_callers_generator(batches: list[Batch]) -> None:
     def losses(seed: int) -> list[float]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 10))
@@ -222,7 +232,7 @@ def test_dropout_follows_the_callers_generator(batches):
     assert len(set(losses(1))) == 3
 
 
-def test_a_loss_with_weights_and_a_model_that_takes_names(batches):
+def test_a_loss_with_weights_and_a_model_that_takes_names(batches: list[Batch]) -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -251,7 +261,9 @@ def test_a_loss_with_weights_and_a_model_that_takes_names(batches):
         ({"example": 3}, UsageError, "batch must be"),
     ],
 )
-def test_a_mistake_names_the_argument(net, batches, change, error, message):
+def test_a_mistake_names_the_argument(
+    net: nn.Module, batches: list[Batch], change: dict[str, Any], error: Any, message: str
+) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     arguments: dict[str, Any] = {"loss_fn": loss_of, "level": "none"} | change
     with pytest.raises(error, match=message):

@@ -54,8 +54,14 @@ def stability() -> Any:
 @pytest.mark.parametrize("made", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["Stability", "train_step", "unguarded"])
 def test_a_step_with_a_scaler_is_unscale_clip_step_and_update_by_hand(
-    net, twin, batches, stability, way, made, scale
-):
+    net: nn.Module,
+    twin: nn.Module,
+    batches: list[Batch],
+    stability: Stability,
+    way: str,
+    made: tuple[Any, dict[str, Any]],
+    scale: str,
+) -> None:
     kind, options = made
     ours, theirs = (kind(model.parameters(), **options) for model in (net, twin))
     mine, their = (GradScaler("cpu", **SCALES[scale]) for _ in range(2))
@@ -79,7 +85,9 @@ def test_a_step_with_a_scaler_is_unscale_clip_step_and_update_by_hand(
     assert_close(net, twin, atol=1e-6)
 
 
-def test_gradients_of_earlier_parts_are_accumulated_scaled(net, twin, batches, stability):
+def test_gradients_of_earlier_parts_are_accumulated_scaled(
+    net: nn.Module, twin: nn.Module, batches: list[Batch], stability: Stability
+) -> None:
     ours, theirs = (torch.optim.AdamW(model.parameters()) for model in (net, twin))
     mine, their = GradScaler("cpu"), GradScaler("cpu")
     for (x, y), last in zip(batches[:6:2], batches[1:6:2], strict=True):
@@ -90,8 +98,8 @@ def test_gradients_of_earlier_parts_are_accumulated_scaled(net, twin, batches, s
 
 
 def test_an_overflow_is_no_bad_batch_but_a_nan_batch_and_a_gradient_that_never_fits_are(
-    net, batches
-):
+    net: nn.Module, batches: list[Batch]
+) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**127)
     x, y = batches[0]
@@ -116,7 +124,7 @@ def test_an_overflow_is_no_bad_batch_but_a_nan_batch_and_a_gradient_that_never_f
     assert [fault.kind for fault in seen] == ["overflow", "overflow", "non_finite", "non_finite"]
 
 
-def test_limits_apply_to_the_unscaled_numbers(net, batches):
+def test_limits_apply_to_the_unscaled_numbers(net: nn.Module, batches: list[Batch]) -> None:
     spike = [f"stability.spike.{name}" for name in ("window=20", "at_least=10", "floor=1")]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = GradScaler("cpu", growth_interval=4)  # the scale grows while limits are learned
@@ -131,8 +139,12 @@ def test_limits_apply_to_the_unscaled_numbers(net, batches):
 
 @pytest.mark.parametrize("way", ["Stability", "train_step"])
 def test_a_scaled_loss_is_refused_with_the_scaler_and_warned_of_once_without(
-    net, batches, stability, caplog, way
-):
+    net: nn.Module,
+    batches: list[Batch],
+    stability: Stability,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
     (x, y), optimizer = batches[0], torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = GradScaler("cpu")
 
@@ -164,7 +176,9 @@ def test_a_scaled_loss_is_refused_with_the_scaler_and_warned_of_once_without(
         step(scaler.scale, scaler)
 
 
-def test_a_disabled_scaler_changes_nothing(net, twin, batches):
+def test_a_disabled_scaler_changes_nothing(
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
     scaler = GradScaler("cpu", enabled=False)
     for model, given in ((net, scaler), (twin, None)):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -176,7 +190,9 @@ def test_a_disabled_scaler_changes_nothing(net, twin, batches):
     assert same(list(net.parameters()), list(twin.parameters()))
 
 
-def test_what_is_no_scaler_or_was_unscaled_already_names_the_argument(net, batches, stability):
+def test_what_is_no_scaler_or_was_unscaled_already_names_the_argument(
+    net: nn.Module, batches: list[Batch], stability: Stability
+) -> None:
     (x, y), optimizer = batches[0], torch.optim.SGD(net.parameters(), lr=0.01)
     wrong: Any = 65536.0
     with pytest.raises(UsageError, match=r"scaler must be a torch.amp.GradScaler or None, got a f"):

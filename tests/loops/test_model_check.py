@@ -81,7 +81,7 @@ PLANTED: dict[str, tuple[Callable[[nn.Sequential], Any], dict[str, Any], list[st
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_planted_finding_is_a_warning_and_nothing_else_is_found(what):
+def test_a_planted_finding_is_a_warning_and_nothing_else_is_found(what: str) -> None:
     plant, options, expected, text = PLANTED[what]
     net = model()
     assert check_model(net, probes(), **options | {"low": None, "high": None}).reasons == []
@@ -93,7 +93,7 @@ def test_a_planted_finding_is_a_warning_and_nothing_else_is_found(what):
     assert net.training
 
 
-def test_samples_out_of_range_are_numbered_as_the_plain_comparison_says():
+def test_samples_out_of_range_are_numbered_as_the_plain_comparison_says() -> None:
     net, x = model().eval(), probes()
     high = net(x).max().item() - 0.05
     rows = (net(x) > high).any(1).nonzero().flatten().tolist()
@@ -101,7 +101,7 @@ def test_samples_out_of_range_are_numbered_as_the_plain_comparison_says():
     assert reason.evidence.endswith(f"in {len(rows)} of 32 samples: {', '.join(map(str, rows))}")
 
 
-def test_one_probe_tells_neither_constant_nor_one_class_and_a_note_says_so():
+def test_one_probe_tells_neither_constant_nor_one_class_and_a_note_says_so() -> None:
     net = model()
     no_weights(net)
     net[3].weight.data[0, 0] = 1e-30
@@ -112,7 +112,7 @@ def test_one_probe_tells_neither_constant_nor_one_class_and_a_note_says_so():
 
 
 @pytest.mark.parametrize("width", [1, 2])
-def test_numbers_are_no_scores_of_classes(width):
+def test_numbers_are_no_scores_of_classes(width: int) -> None:
     """One output a sample, or several with limits, are of a regression."""
     net = nn.Sequential(nn.Linear(6, width))
     net[0].bias.data = torch.tensor([100.0, 0.0][:width])
@@ -122,7 +122,7 @@ def test_numbers_are_no_scores_of_classes(width):
         assert codes(net, probes()) == ["outputs.one_class"]
 
 
-def test_hooks_and_classes_of_torch_and_the_runner_are_known():
+def test_hooks_and_classes_of_torch_and_the_runner_are_known() -> None:
     net = model()
     parametrizations.weight_norm(net[0])
     parametrizations.orthogonal(net[3])
@@ -142,7 +142,7 @@ def test_hooks_and_classes_of_torch_and_the_runner_are_known():
         assert codes(fast, trusted=["test"]) == ["class.foreign"]  # not a package of that name
 
 
-def test_a_mistake_names_the_argument():
+def test_a_mistake_names_the_argument() -> None:
     x: Any = probes()
     for options, message in (
         ({"low": 2, "high": 1}, "check_model: low must be at most high"),

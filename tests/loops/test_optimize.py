@@ -30,7 +30,7 @@ class Scaled(nn.Module):
         return {"y": y if scale is None else y * scale}
 
 
-def test_it_is_called_as_the_model_and_is_the_model_until_it_is_closed(net):
+def test_it_is_called_as_the_model_and_is_the_model_until_it_is_closed(net: nn.Module) -> None:
     net.eval()
     keys, x = list(net.state_dict()), torch.randn(5, 64)
     with torch.no_grad(), optimize(net, "basic", example=x) as fast:
@@ -41,7 +41,9 @@ def test_it_is_called_as_the_model_and_is_the_model_until_it_is_closed(net):
         fast(x)
 
 
-def test_products_run_in_16_bits_from_the_first_call_on_and_outputs_come_back_in_32(net):
+def test_products_run_in_16_bits_from_the_first_call_on_and_outputs_come_back_in_32(
+    net: nn.Module,
+) -> None:
     seen = []
     net[1].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     with optimize(net, "none", overrides=BF16) as fast:
@@ -53,7 +55,7 @@ def test_products_run_in_16_bits_from_the_first_call_on_and_outputs_come_back_in
     assert seen[-1] is torch.float32
 
 
-def test_what_needs_a_loop_gives_that_reason(net):
+def test_what_needs_a_loop_gives_that_reason(net: nn.Module) -> None:
     reasons = {
         "whole_step": "optimize_training_loop",
         "accumulation": "optimize_training_loop",
@@ -69,7 +71,7 @@ def test_what_needs_a_loop_gives_that_reason(net):
             assert reason in status.reason
 
 
-def test_looking_leaves_gradients_buffers_and_random_numbers_alone(net):
+def test_looking_leaves_gradients_buffers_and_random_numbers_alone(net: nn.Module) -> None:
     with optimize(net, "none", example=torch.randn(4, 64), overrides=BF16) as fast:
         fast(torch.randn(4, 64)).sum().backward()
         gradients = [p.grad.clone() for p in net.parameters()]
@@ -82,7 +84,7 @@ def test_looking_leaves_gradients_buffers_and_random_numbers_alone(net):
         assert torch.equal(torch.get_rng_state(), noise)
 
 
-def test_a_decorated_class_or_function_makes_optimized_models():
+def test_a_decorated_class_or_function_makes_optimized_models() -> None:
     @optimize_model("none", overrides=BF16)
     class Net(Scaled):
         """Mine."""
@@ -103,7 +105,7 @@ def test_a_decorated_class_or_function_makes_optimized_models():
         assert fast(x)["y"].shape == (6, 3)
 
 
-def test_a_decorated_step_function_gets_the_optimized_model_which_is_kept():
+def test_a_decorated_step_function_gets_the_optimized_model_which_is_kept() -> None:
     seen: list[Any] = []
 
     @optimize_model("amp", overrides=["optimization.amp.dtype=bf16"])
@@ -137,7 +139,7 @@ def test_a_decorated_step_function_gets_the_optimized_model_which_is_kept():
 
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.enable_grad])
-def test_a_frozen_model_is_optimized_wherever_it_is_first_called(around):
+def test_a_frozen_model_is_optimized_wherever_it_is_first_called(around: Any) -> None:
     model = Scaled().requires_grad_(False)
     timed = ["optimization.compile.enabled=true", "optimization.compile.min_steps=null"]
     short = ["training.steps=1"]  # so that a step is timed, and compiling is not worth it
@@ -148,7 +150,7 @@ def test_a_frozen_model_is_optimized_wherever_it_is_first_called(around):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
-def test_closing_gives_weights_their_memory_format_back_with_the_same_values():
+def test_closing_gives_weights_their_memory_format_back_with_the_same_values() -> None:
     net = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 3)).eval()
     odd = nn.Conv2d(4, 4, 3)
     odd.weight.data = odd.weight.data.to(memory_format=torch.channels_last)  # as it was given
@@ -168,7 +170,7 @@ def test_closing_gives_weights_their_memory_format_back_with_the_same_values():
     assert torch.allclose(net(x), expected, atol=1e-6)
 
 
-def test_it_compiles_in_place_until_it_is_closed():
+def test_it_compiles_in_place_until_it_is_closed() -> None:
     model = Scaled()
     keys, x = list(model.state_dict()), torch.randn(4, 64)
     with optimize(model, "compile", example=x) as fast:
@@ -183,7 +185,9 @@ def test_it_compiles_in_place_until_it_is_closed():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs g++ here")
 @pytest.mark.parametrize("called", [None, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-def test_a_model_compiled_for_calls_without_gradients_is_engaged(training, called):
+def test_a_model_compiled_for_calls_without_gradients_is_engaged(
+    training: bool, called: Any
+) -> None:
     model, x = Scaled().train(training), torch.randn(4, 64)
     with optimize(model, "compile", example=x) as fast:
         if called is not None:
@@ -203,7 +207,7 @@ WITHOUT_EFFECT = {
 }
 
 
-def test_a_mistake_names_the_argument_and_the_fix(net):
+def test_a_mistake_names_the_argument_and_the_fix(net: nn.Module) -> None:
     anything: Any = net
     for call, error, message in (
         (lambda: optimize(3), UsageError, "optimize: model must be .* got a int"),

@@ -3,6 +3,8 @@
 import re
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tests import runs
 QUICK = [*runs.QUICK, "optimizer.lr=3e-3"]
 
 
-def test_digits_are_learned_and_recorded(net, digits, tmp_path):
+def test_digits_are_learned_and_recorded(net: nn.Module, digits: Any, tmp_path: Path) -> None:
     with create_training_pipeline(
         net,
         digits[0],
@@ -39,7 +41,7 @@ def test_digits_are_learned_and_recorded(net, digits, tmp_path):
     assert recorded["metrics"] == summary.metrics
 
 
-def test_one_cut_off_continues_to_the_same_bits(digits, tmp_path):
+def test_one_cut_off_continues_to_the_same_bits(digits: Any, tmp_path: Path) -> None:
     stop = runs.AtSteps(30, lambda run: Verdict.STOP)
 
     def trained(folder: str, hooks: list[Hook], resume: str = "none") -> dict[str, Tensor]:
@@ -64,7 +66,7 @@ def test_one_cut_off_continues_to_the_same_bits(digits, tmp_path):
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
-def test_a_data_set_and_an_optimizer_of_the_callers(net, digits):
+def test_a_data_set_and_an_optimizer_of_the_callers(net: nn.Module, digits: Any) -> None:
     optimizer = torch.optim.SGD(
         [{"params": net[1].parameters(), "lr": 0.0}, {"params": net[4].parameters()}],
         lr=0.1,
@@ -87,7 +89,7 @@ def test_a_data_set_and_an_optimizer_of_the_callers(net, digits):
     assert optimizer.state_dict()["state"]
 
 
-def test_a_loss_of_the_callers_over_dicts_and_arrays():
+def test_a_loss_of_the_callers_over_dicts_and_arrays() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +144,9 @@ class Pairs:
         ({"hooks": Hook()}, UsageError, "hooks must be a list of runner.Hook instances"),
     ],
 )
-def test_a_mistake_names_the_argument(net, digits, change, error, message):
+def test_a_mistake_names_the_argument(
+    net: nn.Module, digits: Any, change: dict[str, Any], error: Any, message: str
+) -> None:
     arguments = {"model": net, "data": digits[0], "record": False, "overrides": QUICK} | change
     with pytest.raises(error, match=message):
         create_training_pipeline(**arguments)
@@ -162,7 +166,7 @@ IGNORED = {  # values of the keys that a given optimizer replaces
 ACTING = {"optimizer.ema": "0.9", "optimizer.ema_warmup": "false", "optimizer.freeze": "[1]"}
 
 
-def test_a_key_that_a_given_optimizer_replaces_is_refused_and_the_others_act(digits):
+def test_a_key_that_a_given_optimizer_replaces_is_refused_and_the_others_act(digits: Any) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Linear(16, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     create = partial(create_training_pipeline, model, digits[0], optimizer=optimizer, record=False)

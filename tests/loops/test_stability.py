@@ -3,6 +3,7 @@
 import logging
 import resource
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ def loop(
     ]
 
 
-def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(net, batches):
+def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
+    net: nn.Module, batches: list[Batch]
+) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     with Stability() as stability:
         reports = loop(net, optimizer, [*batches[:3], poisoned(batches[3])], stability)
@@ -39,7 +42,7 @@ def test_a_bad_step_is_reported_and_counted_and_nothing_stays_once_it_is_closed(
         loop(net, optimizer, batches[:1], stability)
 
 
-def test_a_spike_is_skipped_and_named(net, batches):
+def test_a_spike_is_skipped_and_named(net: nn.Module, batches: list[Batch]) -> None:
     spike = SpikeConfig(window=20, at_least=10, threshold=10, ratio=3, floor=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     with Stability(StabilityConfig(spike=spike)) as stability:
@@ -53,7 +56,9 @@ def test_a_spike_is_skipped_and_named(net, batches):
     assert "step 21: spike, loss" in str(stability.summary())
 
 
-def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(net, batches, tmp_path):
+def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(
+    net: nn.Module, batches: list[Batch], tmp_path: Path
+) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     with Stability(StabilityConfig(max_consecutive_skips=3), tmp_path) as stability:
         loop(net, optimizer, batches[:2], stability)
@@ -73,8 +78,8 @@ def test_data_that_is_never_finite_ends_in_giving_up_with_what_was_tried(net, ba
 
 
 def test_a_first_step_that_is_bad_leaves_no_trace_in_buffers_once_they_are_watched(
-    net, twin, batches
-):
+    net: nn.Module, twin: nn.Module, batches: list[Batch]
+) -> None:
     fresh = {name: t.clone() for name, t in net.state_dict().items()}
     for model, watched in ((net, True), (twin, False)):
         optimizer = torch.optim.AdamW(model.parameters())
@@ -88,7 +93,9 @@ def test_a_first_step_that_is_bad_leaves_no_trace_in_buffers_once_they_are_watch
     assert all(torch.equal(p, fresh[name]) for name, p in twin.named_parameters())
 
 
-def test_a_captured_step_is_replayed_to_the_module_and_the_line(net, batches, tmp_path):
+def test_a_captured_step_is_replayed_to_the_module_and_the_line(
+    net: nn.Module, batches: list[Batch], tmp_path: Path
+) -> None:
     class Root(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x - 1).sqrt()
@@ -114,7 +121,7 @@ def test_a_captured_step_is_replayed_to_the_module_and_the_line(net, batches, tm
         replay_step(tmp_path / folders[0], nn.Linear(2, 2), loss_of)
 
 
-def test_numbers_may_be_read_every_so_many_steps(net, batches):
+def test_numbers_may_be_read_every_so_many_steps(net: nn.Module, batches: list[Batch]) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     seen = [*batches[:3], poisoned(batches[3]), *batches[4:7]]
     with Stability(every=5) as stability:
@@ -124,7 +131,9 @@ def test_numbers_may_be_read_every_so_many_steps(net, batches):
         assert stability.summary().steps == 7
 
 
-def test_a_mistake_names_the_argument(net, twin, batches, caplog):
+def test_a_mistake_names_the_argument(
+    net: nn.Module, twin: nn.Module, batches: list[Batch], caplog: pytest.LogCaptureFixture
+) -> None:
     optimizer, (x, y) = torch.optim.AdamW(net.parameters()), batches[0]
     stability, loss = Stability(), loss_of(net(x), y)
     for call, message in (
@@ -160,7 +169,9 @@ class DeviceDropout(nn.Module):
 masks: list[Tensor] = []
 
 
-def test_a_replay_draws_the_random_numbers_of_the_device_again(net, batches, tmp_path, monkeypatch):
+def test_a_replay_draws_the_random_numbers_of_the_device_again(
+    net: nn.Module, batches: list[Batch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = DeviceDropout.generator.manual_seed(5)
     for module in ("runner.loops.stability", "runner.diagnose.replay.step"):
         monkeypatch.setattr(f"{module}.device_random_state", lambda device: generator.get_state())
@@ -179,7 +190,9 @@ def test_a_replay_draws_the_random_numbers_of_the_device_again(net, batches, tmp
     assert torch.equal(generator.get_state(), before)  # the caller's
 
 
-def test_the_random_state_of_a_device_is_read_and_set_by_its_module(monkeypatch):
+def test_the_random_state_of_a_device_is_read_and_set_by_its_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     states: dict[str, Tensor] = {"cuda:1": torch.ones(16), "mps": torch.zeros(44)}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)])
     monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states["mps"])
@@ -195,7 +208,9 @@ def test_the_random_state_of_a_device_is_read_and_set_by_its_module(monkeypatch)
         assert states[name].tolist() == [0, 1, 2]
 
 
-def test_records_are_written_from_the_first_step_on(net, batches, tmp_path):
+def test_records_are_written_from_the_first_step_on(
+    net: nn.Module, batches: list[Batch], tmp_path: Path
+) -> None:
     read = partial(debug_file, tmp_path)
     optimizer = torch.optim.AdamW(net.parameters())
     with Stability(folder=tmp_path) as stability:

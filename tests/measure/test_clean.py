@@ -22,7 +22,9 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_runs_and_caches_are_listed_with_their_sizes_and_removed(started, capsys):
+def test_runs_and_caches_are_listed_with_their_sizes_and_removed(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (started / "outputs/runs/first/blob").write_bytes(b"x" * 300_000)
     assert report.main(["--clean"]) == 0
     shown = capsys.readouterr().out
@@ -41,7 +43,9 @@ def test_runs_and_caches_are_listed_with_their_sizes_and_removed(started, capsys
 
 
 @pytest.mark.parametrize("key", ["checkpoint.resume", "model.weights"])
-def test_a_run_that_another_one_names_stays_until_both_go(started, capsys, key):
+def test_a_run_that_another_one_names_stays_until_both_go(
+    started: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
     typed = (f"{key}=outputs/runs/first", "hydra.run.dir=outputs/runs/second", "training.steps=3")
     made = runs.command(started, *SMALL[1:], *typed)
     assert made.returncode == 0, made.stderr
@@ -62,14 +66,18 @@ def _resuming_run(folder: Path, used: str, cwd: Path) -> None:
 
 
 @pytest.mark.parametrize("used", ["outputs/runs/first", "/moved/from/outputs/runs/first"])
-def test_a_run_that_another_one_names_stays_after_the_project_was_moved(started, capsys, used):
+def test_a_run_that_another_one_names_stays_after_the_project_was_moved(
+    started: Path, capsys: pytest.CaptureFixture[str], used: str
+) -> None:
     _resuming_run(started / "outputs/runs/second", used, Path("/moved/from"))
     assert report.main(["--clean", "outputs/runs/first"]) == 2
     assert "is used by outputs/runs/second" in capsys.readouterr().err
     assert (started / "outputs/runs/first/checkpoints").is_dir()
 
 
-def test_all_users_are_named_at_once_with_theirs(started, capsys):
+def test_all_users_are_named_at_once_with_theirs(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, used in (("a", "first"), ("b", "first"), ("c", "b")):
         _resuming_run(started / "outputs/runs" / name, f"outputs/runs/{used}", started)
     assert report.main(["--clean"]) == 0
@@ -80,7 +88,9 @@ def test_all_users_are_named_at_once_with_theirs(started, capsys):
     assert report.main(["--clean", "outputs/runs/first", *users]) == 0
 
 
-def test_a_run_of_others_is_listed_as_used_though_it_names_itself_first(started, capsys):
+def test_a_run_of_others_is_listed_as_used_though_it_names_itself_first(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, other in ("ab", "ba"):  # each is the first user of itself if it is read first
         _resuming_run(started / "outputs/runs" / name, f"outputs/runs/{name}", started)
         with (started / "outputs/runs" / name / ".hydra/config.yaml").open("a") as file:
@@ -93,7 +103,9 @@ def test_a_run_of_others_is_listed_as_used_though_it_names_itself_first(started,
 
 
 @pytest.mark.parametrize("text", ["checkpoint: {resume: [", "", "a: &x 1\nb: *x\n"])
-def test_nothing_is_removed_while_the_config_of_another_run_cannot_be_read(started, capsys, text):
+def test_nothing_is_removed_while_the_config_of_another_run_cannot_be_read(
+    started: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
     _resuming_run(started / "outputs/runs/broken", "none", started)
     (started / "outputs/runs/broken/.hydra/config.yaml").write_text(text)
     assert report.main(["--clean", "outputs/runs/first"]) == 2
@@ -103,7 +115,9 @@ def test_nothing_is_removed_while_the_config_of_another_run_cannot_be_read(start
     assert not any((started / "outputs/runs").iterdir())
 
 
-def test_a_long_path_is_listed_uncut_on_one_line_of_a_narrow_terminal(started, capsys, monkeypatch):
+def test_a_long_path_is_listed_uncut_on_one_line_of_a_narrow_terminal(
+    started: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     path = "outputs/runs/" + "/".join(["a-long-name-with-[brackets]" * 3] * 4) + "/2026-01-31 run"
     _resuming_run(started / path, "none", started)
@@ -113,13 +127,17 @@ def test_a_long_path_is_listed_uncut_on_one_line_of_a_narrow_terminal(started, c
     assert "runs below outputs/" in shown
 
 
-def test_a_path_with_two_dots_is_refused_and_its_content_stays(started, capsys):
+def test_a_path_with_two_dots_is_refused_and_its_content_stays(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.main(["--clean", "outputs/runs/first/checkpoints/.."]) == 2
     assert "contains .." in capsys.readouterr().err
     assert (started / "outputs/runs/first/summary.json").is_file()
 
 
-def test_what_is_elsewhere_running_or_a_link_is_refused_and_nothing_is_removed(started, capsys):
+def test_what_is_elsewhere_running_or_a_link_is_refused_and_nothing_is_removed(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (started / "mine").mkdir()
     (started / "outputs/link").symlink_to(started / "mine")
     running = started / "outputs/runs/running"

@@ -59,20 +59,20 @@ NAMES = {
 
 
 @pytest.mark.parametrize("typed", NAMES)
-def test_rows_are_named_by_what_differs_between_them(typed):
+def test_rows_are_named_by_what_differs_between_them(typed: str) -> None:
     rows = [row.split() for row in typed.split(" | ")]
     assert name_rows(rows, ["x/0", "y/0", "z/0"][: len(rows)]) == NAMES[typed].split(" | ")
     assert len(set(name_rows([["a=1"]] * 3, ["", "", ""]))) == 3
 
 
-def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than():
+def test_the_winner_is_the_first_that_no_other_is_measurably_faster_than() -> None:
     assert texts(compare_arms(levels(), None))[0] == (
         "advanced is 1.83× as fast as none (95 %: 1.79 to 1.87), with the same numbers up to "
         "bf16 rounding; ultra is not measurably faster than advanced."
     )
 
 
-def test_an_arm_that_trains_something_else_is_not_crowned():
+def test_an_arm_that_trains_something_else_is_not_crowned() -> None:
     narrow = arm("narrow", 5.5, other_work=["model"])
     found = compared(arm("basic", 1.2), narrow)
     first, second = texts(found)
@@ -87,7 +87,7 @@ def test_an_arm_that_trains_something_else_is_not_crowned():
     assert any(text.endswith(expected) for text in texts(compared(untested)))
 
 
-def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine():
+def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine() -> None:
     caveat = ", on an unsteady machine (other processes used 76 % of the CPUs, noise floor ± 16 %)"
     more: Any = {"load": Load(others=0.76), "noise_floor": 0.16}
     assert texts(compared(arm("ultra", 2.2), **more))[0].endswith(f"bit for bit{caveat}.")
@@ -99,7 +99,7 @@ def test_a_headline_claims_what_the_engine_claimed_and_names_an_unsteady_machine
     assert any("Not known to be faster or slower: a (" in text for text in others)
 
 
-def test_an_arm_with_other_numbers_never_wins_and_is_shouted():
+def test_an_arm_with_other_numbers_never_wins_and_is_shouted() -> None:
     wrong = arm("turbo", 9.0, parity="FAIL", parity_reason="the gradient is off")
     idle = arm("idle", 8.0, problems=["no parameter changed"])
     found = compared(arm("basic", 1.2), wrong, idle)
@@ -116,7 +116,7 @@ def test_an_arm_with_other_numbers_never_wins_and_is_shouted():
 # files
 
 
-def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path):
+def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path: Path) -> None:
     bad = arm("ultra", 1.5, data_wait=math.nan, step_ms_p95=math.inf)
     page.write_comparison(compared(bad, failed("x", "oom", HOSTILE)), tmp_path)
 
@@ -132,7 +132,7 @@ def test_the_json_keeps_the_contract_and_has_no_nan(tmp_path):
     assert str(tmp_path) not in json.dumps(tree)
 
 
-def test_the_markdown_escapes_untrusted_text(tmp_path):
+def test_the_markdown_escapes_untrusted_text(tmp_path: Path) -> None:
     wild = arm(HOSTILE, 1.5, command="echo ```")
     found = compared(wild, failed("x", "failed", HOSTILE), attribution=attribution())
     for _ in range(2):  # TensorBoard has the same text, however often it is written
@@ -149,13 +149,15 @@ def test_the_markdown_escapes_untrusted_text(tmp_path):
     assert "Speed-up by technique" in text and "What failed" in text
 
 
-def test_the_markdown_says_what_the_signs_of_techniques_mean():
+def test_the_markdown_says_what_the_signs_of_techniques_mean() -> None:
     text = page.render_markdown(compare_arms(levels(), None))
     legend = "|\n\n● engaged, with evidence from the run; ○ requested, and not engaged; – not "
     assert text.count(legend) == 1 and text.index("○ skipped 1 |") < text.index(legend)
 
 
-def test_a_disk_that_takes_nothing_is_a_warning(tmp_path, caplog):
+def test_a_disk_that_takes_nothing_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     assert page.write_comparison(compare_arms(levels(), None), tmp_path / "file") == []
     warned = {
@@ -165,7 +167,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(tmp_path, caplog):
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path):
+def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path: Path) -> None:
     few = arm("few", 1.5, "", speedup_interval=(0.0, math.inf), losses=[math.nan, 2.0, 1.0])
     found = compared(few, arm("odd", math.nan, "", speedup_interval=None, losses=[]))
     page.write_comparison(found, tmp_path)
@@ -176,7 +178,7 @@ def test_what_could_not_be_measured_is_left_open_everywhere(tmp_path):
     assert "too few blocks" in (tmp_path / "comparison.md").read_text()
 
 
-def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path):
+def test_a_curve_keeps_its_spikes_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:
     steps = [*range(1, 2001), *range(1500, 3001)]
     lines: list[dict[str, Any]] = [
         {"step": s, "split": "train", "loss": 99.0 if s == 777 else 3 - s / 1000} for s in steps
@@ -201,7 +203,7 @@ def shown(comparison: Comparison, width: int = 80) -> str:
     return out.getvalue()
 
 
-def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_paid_back():
+def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_paid_back() -> None:
     for width, parts in (
         (80, ("1.83×", "1.79–1.87", "0.699", "91,500", "500 MiB", "bf16", "faster")),
         (120, ("11.8 s", "21,400")),
@@ -214,7 +216,7 @@ def test_eighty_columns_hold_the_most_telling_and_more_hold_when_compiling_is_pa
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_no_width_loses_a_name_or_a_row(width):
+def test_no_width_loses_a_name_or_a_row(width: int) -> None:
     long = "optimization=ultra model.width=1024 training.batch_size=2048"
     found = compared(arm(long, 1.5), failed("gone", "oom", "too big"))
     squeezed = "".join(shown(found, width).split())
@@ -222,7 +224,7 @@ def test_no_width_loses_a_name_or_a_row(width):
         assert part in squeezed
 
 
-def test_failures_are_listed_once_with_their_reason_and_of_many_rows_the_first_ones():
+def test_failures_are_listed_once_with_their_reason_and_of_many_rows_the_first_ones() -> None:
     gone = [failed(f"arm{i}", "killed", "by signal 9") for i in range(3)]
     text = shown(compared(*gone, failed("big", "oom", "2 GiB")), 120)
     assert text.count("arm0, arm1 and arm2 killed: by signal 9") == text.count("by signal 9") == 1
@@ -232,7 +234,7 @@ def test_failures_are_listed_once_with_their_reason_and_of_many_rows_the_first_o
     assert "and 40 more, in comparison.html and comparison.json" in many
 
 
-def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go(tmp_path):
+def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go(tmp_path: Path) -> None:
     busy = Throughput(20_000.0, None, StepTime(1.6, 2.0), other_cpu_share=0.25)
     for name, lr, best in (("adamw", "1e-3", 0.2), ("sgd", "1e-2", 0.3)):
         typed = [f"optimizer={name}", f"optimizer.lr={lr}"]
@@ -241,7 +243,7 @@ def test_a_sweep_over_what_is_learned_keeps_the_metric_and_lets_memory_go(tmp_pa
     assert "val/accuracy (best)" in text and "0.3000" in text and "500 MiB" not in text
 
 
-def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_path):
+def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_path: Path) -> None:
     metrics = {"val/accuracy": 0.8, "val/loss": 0.3, "test/loss": 0.4}
     trained = {"metrics": metrics, "best_step": 40, "tested": {"step": 40, "samples": 9}}
     run(tmp_path / "a", ["seed=1"], **trained)
@@ -259,7 +261,9 @@ def test_a_heading_names_the_metric_once_and_the_checkpoint_that_it_is_of(tmp_pa
     assert headings("d") == [of_two[0], "val/loss (evaluated/last)", of_two[2]]
 
 
-def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back():
+def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_is_paid_back() -> (
+    None
+):
     short = "run too short (900 steps; tried from 970,000 on)"
     planned = {"fused_optimizer": "engaged", "amp": "tried", "compile": short, "tf32": "no TF32"}
     fast = arm(
@@ -280,7 +284,9 @@ def test_an_arm_says_what_a_run_of_the_typed_length_engages_and_when_compiling_i
 # the command
 
 
-def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(tmp_path):
+def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(
+    tmp_path: Path,
+) -> None:
     for name, level in (("one", "none"), ("two", "ultra")):
         folder = sweep(tmp_path / name, [job(0, level)])
         run(folder / "0", [f"optimization={level}"], 2000.0 if name == "two" else 1000.0)
@@ -295,7 +301,9 @@ def test_the_command_compares_two_sweeps_into_a_folder_that_leads_to_the_runs(tm
         assert (out / row["folder"] / "summary.json").is_file()
 
 
-def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys):
+def test_a_wrong_command_is_one_line_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a file").touch()
     wrong = ([], ["nowhere"], ["a file"], ["."], ["--what"], ["--port=1", "."])
@@ -310,7 +318,7 @@ def test_a_wrong_command_is_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     assert ended.value.code == 0 and "--out" in capsys.readouterr().out
 
 
-def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path):
+def test_what_lies_in_the_current_folder_stands_in_for_no_package(tmp_path: Path) -> None:
     for name in ("rich", "hydra", "yaml", "omegaconf"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(99)")
     search = f"{runs.TESTS.parent}:"  # and the current folder
@@ -326,7 +334,9 @@ def with_skipped_steps(
     run(folder, [*overrides], best=best, **more)
 
 
-def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(tmp_path):
+def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(
+    tmp_path: Path,
+) -> None:
     with_skipped_steps(tmp_path / "a", "optimizer.lr=0.1", skipped=31, best=0.9)
     with_skipped_steps(tmp_path / "b", "optimizer.lr=0.2", skipped=0, best=0.8)
     comparison = compare_folders([tmp_path])
@@ -340,7 +350,7 @@ def test_skipped_steps_are_in_row_page_and_json_and_beside_the_name_of_the_best(
     assert [row["skipped_steps"] for row in rows] == [text, ""]
 
 
-def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path):
+def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path: Path) -> None:
     for lr, skipped in ((0.1, 31), (0.2, 0)):
         for seed in (1, 2):
             typed = f"optimizer.lr={lr}", f"seed={seed}"
@@ -350,7 +360,7 @@ def test_a_configuration_has_the_skipped_steps_of_all_its_runs(tmp_path):
     assert "62 of 120 steps skipped (59 non-finite)" in told and told.count("skipped") == 1
 
 
-def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps():
+def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps() -> None:
     trials = [SearchTrial(0, "done", 0.9, folder="0"), SearchTrial(1, "done", 0.8, folder="1")]
     search = SearchRecord("val/accuracy", "maximize", "tpe", "none", 2, "", [], trials)
     summary = {"steps": 60, "skipped_steps": 31}
@@ -359,7 +369,7 @@ def test_the_best_trial_of_a_search_is_named_with_its_skipped_steps():
     assert told.startswith("Best val/accuracy: 0.9000, trial 0 of 2, 31 of 60 steps skipped")
 
 
-def test_long_names_reasons_and_values_are_shortened_on_page_and_screen(tmp_path):
+def test_long_names_reasons_and_values_are_shortened_on_page_and_screen(tmp_path: Path) -> None:
     long = "y" * 300_000
     for name in "ab":
         overrides, reason = [f"model.name={long[:3000]}{name}"], f"ValueError: {long}"

@@ -15,7 +15,7 @@ from runner.report import main
 from tests.measure.planted import arm, job, reference, result, run, sweep, texts
 
 
-def test_a_sweep_is_compared_as_one_run_each(tmp_path):
+def test_a_sweep_is_compared_as_one_run_each(tmp_path: Path) -> None:
     jobs = [job(0, "basic"), job(1, "none"), job(2, "ultra", "oom", "no memory"), job(3, "maximum")]
     folder = sweep(tmp_path / "sweep", jobs)
     run(folder / "0", ["optimization=basic"], 1500.0)
@@ -31,7 +31,7 @@ def test_a_sweep_is_compared_as_one_run_each(tmp_path):
     assert not [text for text in texts(found) if "fast" in text or "×" in text]
 
 
-def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path):
+def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path: Path) -> None:
     folder = sweep(tmp_path / "s", [job(i, level, "running") for i, level in enumerate("abc")])
     run(folder / "0", ["optimization=a"])
     run(folder / "1", ["optimization=b"], status="running")
@@ -40,7 +40,7 @@ def test_a_sweep_that_was_killed_leaves_no_job_running(tmp_path):
         assert compare_folders([folder]).rows[2].status == "running"
 
 
-def test_a_run_whose_process_is_gone_was_killed(tmp_path):
+def test_a_run_whose_process_is_gone_was_killed(tmp_path: Path) -> None:
     run(tmp_path / "a", ["seed=1"], status="running", steps=17)
     run(tmp_path / "b", ["seed=2"], status="running")
     (tmp_path / "c" / ".hydra").mkdir(parents=True)
@@ -69,7 +69,7 @@ ODD = {
 }  # fmt: skip
 
 
-def test_damaged_records_and_unexpected_paths_are_rows_with_the_reason(tmp_path):
+def test_damaged_records_and_unexpected_paths_are_rows_with_the_reason(tmp_path: Path) -> None:
     damage = [*DAMAGE.values(), json.dumps(ODD)]
     jobs = [job(i, str(i), "") for i in range(len(damage))]
     jobs += [{**job(0, f"level{i}", ""), "folder": place} for i, place in enumerate(PLACES)]
@@ -86,7 +86,9 @@ def test_damaged_records_and_unexpected_paths_are_rows_with_the_reason(tmp_path)
     assert len(page.write_comparison(compare_folders([folder]), folder)) >= 4
 
 
-def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
         run(tmp_path / name, [f"seed={name}"])
     honest = os.listdir
@@ -102,7 +104,7 @@ def test_a_folder_that_cannot_be_read_is_a_row_with_the_reason(tmp_path, monkeyp
     assert bad.reason == "its folder cannot be read: Input/output error"
 
 
-def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path):
+def test_a_parent_folder_gives_runs_of_all_that_is_in_it(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
     first = sweep(outputs / "sweeps/digits-mlp/2026-11-20_10-00-00-aaaaaa", [job(0, "none")])
     run(first / "0", ["optimization=none"])
@@ -128,7 +130,7 @@ def headline(folder: Path, one: str, other: str, first: str, second: str) -> str
     return texts(compare_folders([folder]))[0]
 
 
-def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path):
+def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path: Path) -> None:
     accuracy, loss, own = "val/accuracy", "val/loss", "data=digits objective._target_=mine.focal"
     text = headline(tmp_path / "1", "optimizer.lr=1", "optimizer.lr=0.1", accuracy, accuracy)
     assert text == "Best val/accuracy: from 0.5000 (lr=1) to 0.6000 (lr=0.1)."
@@ -145,7 +147,7 @@ def test_metrics_are_compared_only_where_they_are_of_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("own", ["data.target_transform=log", "objective.label_smoothing=0.1"])
-def test_a_loss_in_another_unit_is_not_ranked(tmp_path, own):
+def test_a_loss_in_another_unit_is_not_ranked(tmp_path: Path, own: str) -> None:
     same, loss = "data=mine data.target_transform=standardise", "val/loss"
     text = headline(tmp_path / "1", "data=mine", f"data=mine {own}", loss, loss)
     assert text.startswith("val/loss is not the same") and own.partition(".")[2] in text
@@ -169,7 +171,9 @@ def handed(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("link", ["comparison", "comparison/events.out.tfevents.1.added"])
-def test_a_link_that_leads_out_is_refused_and_nothing_is_written(handed, link, capsys):
+def test_a_link_that_leads_out_is_refused_and_nothing_is_written(
+    handed: Path, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     victim = handed.parent / "victim"
     victim.mkdir()
     (victim / "events.out.tfevents.0000000007.added").write_text("precious")
@@ -187,7 +191,7 @@ PIPES = ["sweep.json", "0/summary.json", "0/metrics.jsonl", "0/.lock", "0/.hydra
          "0/.hydra/config.yaml", "0/events.out.tfevents.1", "comparison.json"]  # fmt: skip
 
 
-def test_a_temporary_name_is_not_written_through_and_a_pipe_is_not_waited_for(handed):
+def test_a_temporary_name_is_not_written_through_and_a_pipe_is_not_waited_for(handed: Path) -> None:
     victim, out = handed.parent / "victim", handed.parent / "out"
     victim.write_text("precious")
     (out / "comparison").mkdir(parents=True)

@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from runner.core.record.console import print_stdout
 from runner.core.record.summary import Summary
 from runner.measure import table
 from runner.measure.discover import compare_folders
+from runner.report import main
 from tests.measure.planted import job, run, sweep, technique
 
 LINE = "FORGED: all is well"
@@ -42,7 +44,7 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_the_console_escapes_text_wherever_it_stands(capsys):
+def test_the_console_escapes_text_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     text = Text(HOSTILE.replace("\n", ""))
     grid = Table(title=HOSTILE, caption=HOSTILE)
     grid.add_column(HOSTILE, footer=HOSTILE)
@@ -55,7 +57,9 @@ def test_the_console_escapes_text_wherever_it_stands(capsys):
 
 
 @pytest.mark.parametrize("record", ["2/summary.json", "sweep.json"])
-def test_a_record_of_which_any_value_or_key_is_forged_is_shown_as_text(record, tmp_path, capsys):
+def test_a_record_of_which_any_value_or_key_is_forged_is_shown_as_text(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     entry = technique("amp", "engaged", "why", kernel="flash")
     more: dict[str, Any] = {"git": {"commit": "abc", "branch": "main"}, "techniques": [entry]}
     more |= {"faults": {"spike": 1}, "device": {"name": "a CPU"}, "versions": {"torch": "2"}}
@@ -74,3 +78,15 @@ def test_a_record_of_which_any_value_or_key_is_forged_is_shown_as_text(record, t
             print_stdout(report.RunSummaryTable(summary, folder / "2"), crop=False)
         count += "evil" in printed(capsys)
     assert count > 3  # or nothing of it was shown at all
+
+
+def test_headings_and_names_of_folders_are_shown_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"val/{HOSTILE}"
+    outer = tmp_path / HOSTILE.replace("/", "").replace("\0", "")
+    for number in range(2):
+        run(outer / f"{number}\x1b[31m", [f"seed={number}"], metrics={name: 0.9}, monitor=name)
+    assert main([str(outer)]) == 0
+    shown = printed(capsys)
+    assert "val/evil\\x1b[2J" in shown and "comparison evil\\x1b[2J" in shown

@@ -42,7 +42,7 @@ return {bars, points};
 
 
 @pytest.mark.parametrize("width", [360, 1200])
-def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path, width):
+def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path: Path, width: int) -> None:
     arms = [reference(), arm("two", 2.0), arm("three", 3.0)]
     for one, mib in zip(arms, (500, 1000, 750), strict=True):
         one.peak_process_bytes = mib * 2**20
@@ -67,7 +67,9 @@ def test_bars_whiskers_and_points_lie_where_the_numbers_say(tmp_path, width):
     assert a["y"] - b["y"] == pytest.approx(2 * (a["y"] - c["y"]), rel=0.02)  # 500, 1000, 750 MiB
 
 
-def test_one_wide_interval_leaves_the_others_their_width_and_has_no_end_marks(tmp_path):
+def test_one_wide_interval_leaves_the_others_their_width_and_has_no_end_marks(
+    tmp_path: Path,
+) -> None:
     wide = arm("wide", 1.2, speedup_interval=(1e-4, 1e4))
     probe = DRAWN.replace("low:", "marks: ends.length - 1, low:")
     arms = [reference(), arm("two", 2.0), wide]
@@ -86,13 +88,15 @@ return {column, wide: Math.min(...wide), text: Math.min(...text)};
 
 
 @pytest.mark.parametrize("width", [360, 1000])
-def test_plots_are_as_wide_as_the_page_and_their_text_keeps_its_size(tmp_path, width):
+def test_plots_are_as_wide_as_the_page_and_their_text_keeps_its_size(
+    tmp_path: Path, width: int
+) -> None:
     found = look(html_of(levels()), tmp_path, SIZES, width)
     assert found["wide"] == pytest.approx(found["column"] - 78, abs=1)  # less the margins
     assert found["text"] == 12
 
 
-def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path):
+def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path: Path) -> None:
     names = ["javascript:alert(1)", "a b&c=1", 'x"><b>', "../out of it", "#?"]
     arms = [reference(), *(arm(f"arm{i}", 2.0, folder=x) for i, x in enumerate(names))]
     root = tmp_path / "page"
@@ -119,7 +123,7 @@ def test_each_row_leads_to_its_folder_which_is_relative_and_escaped(tmp_path):
     assert "../out of it |" in document and str(tmp_path) not in document
 
 
-def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path):
+def test_a_diverged_arm_leaves_the_top_and_does_not_flatten_the_others(tmp_path: Path) -> None:
     wild = arm("wild", 1.1, losses=[2.3, 9.0, 5e28, 5e28, 2.0, 1.9])
     found = compare_arms(result(reference(), arm("basic", 1.2), wild), tmp_path)
     assert figures.loss_axis_limit(found, figures.read_losses(found)) == 2.3
@@ -135,7 +139,7 @@ return {wide, inside, out, rows};
 """
 
 
-def test_nothing_is_wider_than_a_phone_and_every_row_is_there(tmp_path):
+def test_nothing_is_wider_than_a_phone_and_every_row_is_there(tmp_path: Path) -> None:
     long = "supercalifragilistic" * 8
     arms = [
         arm(f"width={i} a_rather_long_key.of_a_sweep=value_number_{i}", i) for i in range(1, 28)
@@ -146,7 +150,7 @@ def test_nothing_is_wider_than_a_phone_and_every_row_is_there(tmp_path):
     assert len(found["rows"]) == 30
 
 
-def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path):
+def test_the_policy_keeps_any_other_script_and_the_network_out(tmp_path: Path) -> None:
     text = html_of(levels())
     foreign = '<main><p style="color: red" id="p">x</p><script>window.owned = 1</script>'
     answer = look(
@@ -180,7 +184,7 @@ return {paper, text: Math.min(...of("p, h1, h2, td, th, li, dt, dd, code, button
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_and_charts_stand_out_in_light_and_dark(tmp_path, scheme):
+def test_text_and_charts_stand_out_in_light_and_dark(tmp_path: Path, scheme: str) -> None:
     bad = arm("wrong", 2.0, parity="FAIL", parity_reason="the gradient is off")
     found = result(*levels().arms, bad, failed("none2", "oom", "no memory"))
     answer = look(html_of(found), tmp_path, CONTRAST, scheme=scheme)
@@ -202,7 +206,9 @@ return {orders, first, then: count(), bars: page.querySelectorAll(".bar").length
 """
 
 
-def test_a_click_sorts_by_number_and_shows_more_rows_and_bars_are_of_the_extremes(tmp_path):
+def test_a_click_sorts_by_number_and_shows_more_rows_and_bars_are_of_the_extremes(
+    tmp_path: Path,
+) -> None:
     arms = [arm("ten", 10.0), failed("gone", "killed"), arm("nine", 9.0)]
     found = result(reference(), *arms, *(arm(f"arm{i}", 2 + i / 100) for i in range(146)))
     answer = look(html_of(found), tmp_path, SORTED)
@@ -225,7 +231,7 @@ class Outline(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard():
+def test_the_page_says_what_its_pictures_show_and_can_be_used_by_keyboard() -> None:
     text, outline = html_of(replace(levels(), attribution=attribution())), Outline()
     outline.feed(text)
     tags = outline.tags
@@ -269,7 +275,9 @@ return {owned: Boolean(view.owned || window.owned), title: page.title, top: docu
 """
 
 
-def test_names_reasons_and_commands_of_runs_and_arms_do_nothing_in_a_browser(tmp_path):
+def test_names_reasons_and_commands_of_runs_and_arms_do_nothing_in_a_browser(
+    tmp_path: Path,
+) -> None:
     folders, harmless = [], []
     for number, way in enumerate(WAYS):
         more = {"name": f"run {number} {way}", "reason": way, "command": f"python {way}",

@@ -36,7 +36,7 @@ def best_sentence(comparison: Comparison) -> str:
     return sentence
 
 
-def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path):
+def test_seeds_are_mean_spread_and_interval_of_each_configuration(tmp_path: Path) -> None:
     comparison = planted(tmp_path, BEST)
     assert comparison.compares_learning
     assert select_columns(comparison)[0].key == BEST_KEY
@@ -85,7 +85,9 @@ def three_by_three(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return compare_folders([sweep(home, jobs)])
 
 
-def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(three_by_three):
+def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
+    three_by_three: Comparison,
+) -> None:
     rows = json.loads(as_json(three_by_three))["rows"]
     assert len(rows) == 9 and {row["replicates"]["runs"] for row in rows} == {3}
     assert {row["speedup"] for row in rows} == {None} == {rows[3]["replicates"]["speedup"]}
@@ -117,7 +119,7 @@ def test_three_settings_by_three_seeds_are_three_rows_with_intervals_everywhere(
         assert len(re.findall(r"\(\S[^()]* to [^()]*\)|±\?", shown)) == 3 * 4
 
 
-def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three):
+def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three: Comparison) -> None:
     (figure,) = figures.build_figures(three_by_three)["validation"]
     drawing = figure.charts[0][2]
     assert drawing.count("<polygon") == drawing.count("<polyline") == 3
@@ -126,7 +128,7 @@ def test_curves_of_seeds_are_a_mean_in_a_band(three_by_three):
     assert points == [(1, 3.0), (2, 4.0)] and band == [(1, 2.0, 4.0), (2, 4.0, 4.0)]
 
 
-def test_folds_are_one_figure_and_single_runs_are_compared_with_each_other(tmp_path):
+def test_folds_are_one_figure_and_single_runs_are_compared_with_each_other(tmp_path: Path) -> None:
     folds = planted(tmp_path / "folds", {"lr=1": [0.8, 0.9]}, "data.fold")
     expected = "Best val/accuracy over 2 folds: 0.8500 ± 0.0707 (95 %: "
     assert best_sentence(folds).startswith(expected)

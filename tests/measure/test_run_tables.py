@@ -50,8 +50,8 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def test_numbers_in_csv_are_the_recorded_ones_to_the_last_bit_and_a_damaged_line_is_counted(
-    run, capsys
-):
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.main([str(run), "--tables", "csv"]) == 0
     rows = _read_csv(run / "debug/tables/metrics.csv")
     assert [float(row["loss"]) for row in rows[:3]] == LOSSES
@@ -64,7 +64,7 @@ def test_numbers_in_csv_are_the_recorded_ones_to_the_last_bit_and_a_damaged_line
     assert not (run / "debug/tables/anomalies.csv").exists()
 
 
-def test_texts_with_quotes_and_lines_and_lists_come_back_from_csv(run):
+def test_texts_with_quotes_and_lines_and_lists_come_back_from_csv(run: Path) -> None:
     assert report.main([str(run), "--tables", "csv"]) == 0
     (layer,) = _read_csv(run / "debug/tables/gradients.csv")
     assert layer["layer"] == LAYER["layer"]
@@ -74,7 +74,9 @@ def test_texts_with_quotes_and_lines_and_lists_come_back_from_csv(run):
     assert _read_csv(run / "debug/tables/modules.csv") == [{"module": "a.b", "calls": "2"}]
 
 
-def test_parquet_has_types_and_several_runs_are_told_apart(run, tmp_path, monkeypatch):
+def test_parquet_has_types_and_several_runs_are_told_apart(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "outputs" / "sweep" / "0"
     other.mkdir(parents=True)
@@ -90,7 +92,7 @@ def test_parquet_has_types_and_several_runs_are_told_apart(run, tmp_path, monkey
 
 
 @pytest.mark.parametrize("where", ["debug/tables", "debug", "metrics.jsonl"])
-def test_a_link_is_refused(run, tmp_path, where):
+def test_a_link_is_refused(run: Path, tmp_path: Path, where: str) -> None:
     aside = tmp_path / "aside"
     if (run / where).exists():
         (run / where).rename(aside)
@@ -112,11 +114,11 @@ def test_a_link_is_refused(run, tmp_path, where):
         ["{run}", "--plots", "--out", "elsewhere"],
     ],
 )
-def test_bad_arguments_end_with_2(run, arguments):
+def test_bad_arguments_end_with_2(run: Path, arguments: list[str]) -> None:
     assert report.main([text.format(run=run) for text in arguments]) == 2
 
 
-def test_tables_and_plots_are_written_by_one_call(run, tmp_path):
+def test_tables_and_plots_are_written_by_one_call(run: Path, tmp_path: Path) -> None:
     arguments = [str(run), "--plots", "--tables", "csv", "--out", str(tmp_path / "tables")]
     assert report.main(arguments) == 0
     assert (tmp_path / "tables/metrics.csv").exists()
@@ -148,7 +150,9 @@ def crashed(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_killed_run_is_plotted_from_its_records_and_missing_data_is_reported(crashed, capsys):
+def test_a_killed_run_is_plotted_from_its_records_and_missing_data_is_reported(
+    crashed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report.main([str(crashed), "--plots"]) == 0
     folder = crashed / "debug/plots"
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -162,7 +166,9 @@ def test_a_killed_run_is_plotted_from_its_records_and_missing_data_is_reported(c
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
 
 
-def test_lines_and_marks_are_the_recorded_values(crashed, monkeypatch):
+def test_lines_and_marks_are_the_recorded_values(
+    crashed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {}
     histograms: dict[str, Mapping[str, Sequence[float]]] = {}
 
@@ -181,7 +187,7 @@ def test_lines_and_marks_are_the_recorded_values(crashed, monkeypatch):
     assert histograms["gradient norm"] == {"good": [5.0, 10.0, 15.0, 20.0, 25.0], "bad": [9.0]}
 
 
-def test_a_run_with_a_debug_tool_leaves_the_plots_also_in_tensorboard(tmp_path):
+def test_a_run_with_a_debug_tool_leaves_the_plots_also_in_tensorboard(tmp_path: Path) -> None:
     typed = ("training.steps=40", "monitoring.every=10", "checkpoint=off", "debug=gradients")
     runs.trained(*runs.TABLE, *typed, "debug.every=10", folder=tmp_path)
     names = {path.name for path in (tmp_path / "debug/plots").iterdir()}
@@ -191,7 +197,7 @@ def test_a_run_with_a_debug_tool_leaves_the_plots_also_in_tensorboard(tmp_path):
         assert f"watch_plots/{name}".encode() in events.read_bytes()
 
 
-def test_all_runs_in_a_folder_are_drawn(crashed):
+def test_all_runs_in_a_folder_are_drawn(crashed: Path) -> None:
     crashed.rename(crashed.parent / "0")
     assert report.main([str(crashed.parent), "--plots"]) == 0
     assert (crashed.parent / "0/debug/plots/timeline.svg").is_file()
@@ -199,7 +205,9 @@ def test_all_runs_in_a_folder_are_drawn(crashed):
 
 
 @pytest.mark.parametrize(("name", "code"), [("none", 2), ("empty", 2), ("linked", 3)])
-def test_a_folder_that_is_no_run_or_has_a_link_is_refused(crashed, name, code):
+def test_a_folder_that_is_no_run_or_has_a_link_is_refused(
+    crashed: Path, name: str, code: int
+) -> None:
     (crashed.parent / "empty").mkdir()
     (crashed / "debug/plots").symlink_to(crashed.parent / "empty")
     crashed.rename(crashed.parent / "linked")

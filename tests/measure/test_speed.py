@@ -62,7 +62,9 @@ def speeds(comparison: Comparison) -> list[str]:
     return [x for x in texts(comparison) if not x.startswith("Best")]
 
 
-def test_runs_that_were_not_interleaved_have_no_speed_up_but_times_and_the_load(tmp_path):
+def test_runs_that_were_not_interleaved_have_no_speed_up_but_times_and_the_load(
+    tmp_path: Path,
+) -> None:
     comparison = compare_folders([planted(tmp_path, LEVELS)])
     rows = json.loads(as_json(comparison))["rows"]
     assert {row["speedup"] for row in rows} == {None}
@@ -74,7 +76,7 @@ def test_runs_that_were_not_interleaved_have_no_speed_up_but_times_and_the_load(
     assert "others' CPU" in text and "25 %" in text and "to compare speeds: python -m" in text
 
 
-def test_runs_that_engaged_the_same_are_named_together(tmp_path):
+def test_runs_that_engaged_the_same_are_named_together(tmp_path: Path) -> None:
     comparison = compare_folders([planted(tmp_path, LEVELS)])
     assert "basic and ultra engaged the same: fused optimizer" in comparison.notes
 
@@ -88,7 +90,9 @@ def test_runs_that_engaged_the_same_are_named_together(tmp_path):
         [["optimization=basic"], ["optimization=ultra"]],  # which engaged the same
     ],
 )
-def test_runs_with_the_same_computation_get_no_speed_verdict(jobs, tmp_path):
+def test_runs_with_the_same_computation_get_no_speed_verdict(
+    jobs: list[list[str]], tmp_path: Path
+) -> None:
     assert not [x for x in speeds(compare_folders([planted(tmp_path, jobs)])) if "ms" in x]
 
 
@@ -110,7 +114,9 @@ def test_runs_with_the_same_computation_get_no_speed_verdict(jobs, tmp_path):
          ["+model.width=8", "+model.width=9"]),
     ],
 )  # fmt: skip
-def test_the_command_that_compares_speeds_composes_its_arms(jobs, arms, tmp_path):
+def test_the_command_that_compares_speeds_composes_its_arms(
+    jobs: list[list[str]], arms: list[str], tmp_path: Path
+) -> None:
     words = shlex.split(compare_folders([planted(tmp_path, jobs)]).speed_command)
     assert words[:3] == ["python", "-m", "runner"] and "job=benchmark" in words
     shared_keys = {word.partition("=")[0] for word in words[3:]}
@@ -129,18 +135,20 @@ def test_the_command_that_compares_speeds_composes_its_arms(jobs, arms, tmp_path
         [["seed=0"], ["seed=1"]],
     ],
 )
-def test_no_command_compares_what_a_benchmark_cannot(jobs, tmp_path):
+def test_no_command_compares_what_a_benchmark_cannot(jobs: list[list[str]], tmp_path: Path) -> None:
     assert compare_folders([planted(tmp_path, jobs)]).speed_command == ""
 
 
 @pytest.mark.parametrize("kind", ["none", "ddp"])
-def test_a_page_of_distributed_runs_advises_no_benchmark(kind, tmp_path):
+def test_a_page_of_distributed_runs_advises_no_benchmark(kind: str, tmp_path: Path) -> None:
     jobs = [[f"optimization={level}", f"distributed={kind}"] for level in ("none", "basic")]
     method = _template_context(compare_folders([planted(tmp_path, jobs)]))["method"]
     assert ("job=benchmark measures" in method) == (kind == "none")
 
 
-def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(tmp_path):
+def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(
+    tmp_path: Path,
+) -> None:
     jobs = [[f"optimization={x}", f"seed={n}"] for x in ("none", "basic") for n in range(2)]
     folder = planted(tmp_path, jobs)
     measured(reference(), arm("basic", 1.5, parity=None), load=Load(0.03)).write(folder / FOLDER)
@@ -156,7 +164,7 @@ def test_configurations_measured_in_turns_give_speed_up_interval_and_headline(tm
     assert comparison.speed_command == "" and "speed-up (95 %)" in shown(comparison, 120)
 
 
-def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path):
+def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path: Path) -> None:
     folder = planted(tmp_path, LEVELS[:2])
     few = measured(reference(), arm("basic", 1.5), blocks=4)
     for one in few.arms:
@@ -168,7 +176,7 @@ def test_fewer_than_five_turns_give_no_interval_and_no_headline(tmp_path):
     assert not [text for text in texts(comparison) if "fast" in text]
 
 
-def test_the_command_to_compare_speeds_gives_a_shell_the_same_arms_whatever_is_in_a_value():
+def test_the_command_to_compare_speeds_gives_a_shell_the_same_arms_whatever_is_in_a_value() -> None:
     values = ("{betas:[0.9,0.95]}", "{a: 'two words', b: \"it's\"}", "{c: '${x} \\\\ $HOME `id`'}")
     rows = [
         ComparisonRow(

@@ -23,7 +23,7 @@ def run_in(folder: Path, *overrides: str) -> Path:
     return folder
 
 
-def test_runs_are_named_by_what_differs_and_new_ones_are_added(tmp_path):
+def test_runs_are_named_by_what_differs_and_new_ones_are_added(tmp_path: Path) -> None:
     outputs, home = tmp_path / "outputs", tmp_path / "home"
     home.mkdir()
     first = run_in(outputs / "runs/digits/2026-01-01_00-00-00-aaa", "optimizer.lr=0.1", "name=a")
@@ -50,7 +50,7 @@ def test_runs_are_named_by_what_differs_and_new_ones_are_added(tmp_path):
     assert link_runs(own[:1], home) == ["tuned"]  # a folder that the user named
 
 
-def test_names_hold_nothing_that_leads_out_of_the_folder(tmp_path):
+def test_names_hold_nothing_that_leads_out_of_the_folder(tmp_path: Path) -> None:
     (home := tmp_path / "home").mkdir()
     for i, value in enumerate(("../../x", "\\x1b[2J", "", "y" * 400)):
         run_in(tmp_path / "runs" / str(i), f"data.path={value}", "seed=1")
@@ -60,7 +60,7 @@ def test_names_hold_nothing_that_leads_out_of_the_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorboard_itself_shows_these_names(tmp_path):
+def test_tensorboard_itself_shows_these_names(tmp_path: Path) -> None:
     for rate in ("0.1", "0.2"):
         folder = run_in(tmp_path / "runs" / rate, f"optimizer.lr={rate}")
         (folder / f"{EVENT_FILE_PREFIX}1").unlink()

@@ -34,7 +34,9 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_rows_are_ordered_by_the_monitored_metric_and_the_best_one_ends_the_screen(swept):
+def test_rows_are_ordered_by_the_monitored_metric_and_the_best_one_ends_the_screen(
+    swept: Path,
+) -> None:
     values = {
         rate: json.loads((swept / f"outputs/sweeps/one/{n}/summary.json").read_text())["best"]
         for n, rate in enumerate(RATES)
@@ -49,7 +51,7 @@ def test_rows_are_ordered_by_the_monitored_metric_and_the_best_one_ends_the_scre
     assert labels == ["predict", "evaluate", "resume", "train on"]
 
 
-def test_hparams_checks_what_differs_and_names_the_checkpoint_of_each_metric(swept):
+def test_hparams_checks_what_differs_and_names_the_checkpoint_of_each_metric(swept: Path) -> None:
     folder = str(swept / "outputs/sweeps/one")
     runs_of_it = EventMultiplexer().AddRunsFromDirectory(folder)
     runs_of_it.Reload()
@@ -74,7 +76,7 @@ def test_hparams_checks_what_differs_and_names_the_checkpoint_of_each_metric(swe
         assert values[f"{name} (last)"][-1] == pytest.approx(summary["metrics"][name])
 
 
-def test_tensorboard_opens_on_the_metrics_of_validation(swept):
+def test_tensorboard_opens_on_the_metrics_of_validation(swept: Path) -> None:
     job = swept / "outputs/sweeps/one/1"
     tags = EventAccumulator(str(job)).Reload().Tags()["scalars"]
     groups = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags)))
@@ -84,7 +86,7 @@ def test_tensorboard_opens_on_the_metrics_of_validation(swept):
     assert all("epoch" in row for row in rows if row["split"] == "train")
 
 
-def test_the_commands_of_the_winner_run(swept, monkeypatch):
+def test_the_commands_of_the_winner_run(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swept)
     commands = dict(winner_commands(compare("outputs/sweeps/one")))
     done = {}
@@ -101,8 +103,8 @@ def test_the_commands_of_the_winner_run(swept, monkeypatch):
 
 
 def test_a_winner_that_was_continued_is_trained_on_from_its_own_weights_alone(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     resumed = [f"checkpoint.resume={tmp_path}/one/1", "optimizer.lr=1e-2"]
     for name, overrides, best in (("one/1", ["seed=1"], 0.5), ("one-1-longer", resumed, 0.9)):
@@ -118,7 +120,7 @@ def test_a_winner_that_was_continued_is_trained_on_from_its_own_weights_alone(
     assert all(".." not in text for text in commands.values())
 
 
-def test_a_run_without_a_record_does_not_keep_the_others_from_being_ranked(tmp_path):
+def test_a_run_without_a_record_does_not_keep_the_others_from_being_ranked(tmp_path: Path) -> None:
     jobs = [{"overrides": [f"seed={n}"], "folder": str(n), "status": "done"} for n in range(3)]
     folder = sweep(tmp_path / "one", jobs)
     for number, best in enumerate((0.5, 0.9)):  # the folder of the third was removed
@@ -126,7 +128,7 @@ def test_a_run_without_a_record_does_not_keep_the_others_from_being_ranked(tmp_p
     assert [row.name for row in compare(folder).rows] == ["seed=1", "seed=0", "seed=2"]
 
 
-def test_commands_have_the_folders_of_options_and_the_trust_that_were_typed(tmp_path):
+def test_commands_have_the_folders_of_options_and_the_trust_that_were_typed(tmp_path: Path) -> None:
     typed = ["security.trusted=[mine]", "model._target_=mine.Net"]
     command = "python -P -m runner '--config-dir=/my confs' --config-name=top"
     for number, best in enumerate((0.5, 0.9)):
@@ -142,7 +144,7 @@ def test_commands_have_the_folders_of_options_and_the_trust_that_were_typed(tmp_
         assert words.count("security.trusted=[mine]") == 1
 
 
-def test_a_run_of_a_file_predicts_one_that_is_still_to_be_typed(tmp_path):
+def test_a_run_of_a_file_predicts_one_that_is_still_to_be_typed(tmp_path: Path) -> None:
     for number, best in enumerate((0.5, 0.9)):
         folder = run(tmp_path / str(number), [f"optimizer.lr={number}"], best=best)
         (folder / "checkpoints").mkdir()
@@ -155,7 +157,9 @@ def test_a_run_of_a_file_predicts_one_that_is_still_to_be_typed(tmp_path):
 @pytest.mark.parametrize(
     ("worse", "label"), [((0.4, 0.6), "best run:"), ((0.1, 0.101), "the winner:")]
 )
-def test_the_best_of_runs_whose_intervals_overlap_is_no_winner(tmp_path, worse, label):
+def test_the_best_of_runs_whose_intervals_overlap_is_no_winner(
+    tmp_path: Path, worse: tuple[float, float], label: str
+) -> None:
     for lr, values in enumerate((worse, (0.7, 0.701))):
         for seed, best in enumerate(values):
             run(tmp_path / f"{lr}{seed}", [f"optimizer.lr={lr}", f"seed={seed}"], best=best)
@@ -164,7 +168,7 @@ def test_the_best_of_runs_whose_intervals_overlap_is_no_winner(tmp_path, worse, 
     assert ("the intervals overlap" in text) is (label == "best run:")
 
 
-def test_without_a_known_direction_nothing_wins(swept):
+def test_without_a_known_direction_nothing_wins(swept: Path) -> None:
     comparison = compare(swept / "outputs/sweeps/one")
     for row in comparison.rows:
         row.summary["monitor"] = "val/mine"

@@ -42,6 +42,7 @@ def examine(sandbox: Sandbox, path: Path, limits: FileLimits = LIMITS):
 
 
 def pid_of(sandbox: Sandbox) -> int:
+    assert sandbox.process is not None
     return sandbox.process.pid
 
 
@@ -110,6 +111,7 @@ with sandbox.FileBytes.open_copy(Path(sys.argv[1])) as data:
 def test_a_busy_one_ends_at_once_when_its_parent_is_killed(tmp_path):
     command = [sys.executable, "-c", PARENT, str(good(tmp_path))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as one:
+        assert one.stdout is not None
         orphan = psutil.Process(int(one.stdout.readline()))
         started = orphan.cpu_times().user
         while orphan.cpu_times().user < started + 0.5:  # it has begun

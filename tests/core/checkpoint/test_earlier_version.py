@@ -66,8 +66,8 @@ def assert_end(run: Run, earlier: Path, exact: bool) -> None:
 
 @pytest.mark.parametrize(("kept", "epochs", "end"), [(5, 2, 16), (16, 3, 24)])
 def test_an_earlier_checkpoint_resumes_to_the_same_end_and_one_line_says_by_position(
-    kept, epochs, end, earlier, caplog
-):
+    kept: int, epochs: int, end: int, earlier: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     exact = is_same_arithmetic(earlier)
     caplog.set_level("INFO", "runner")
     caplog.clear()
@@ -81,7 +81,9 @@ def test_an_earlier_checkpoint_resumes_to_the_same_end_and_one_line_says_by_posi
     assert caplog.text.count("are assigned by position") == 1
 
 
-def test_an_earlier_checkpoint_continues_at_its_sample_with_another_batch_size(earlier):
+def test_an_earlier_checkpoint_continues_at_its_sample_with_another_batch_size(
+    earlier: Path,
+) -> None:
     shutil.rmtree(earlier / "run/checkpoints/step_00000016")
     other = ["training.batch_size=100", "training.epochs=2"]
     with build(compose([*RUN, *other]), earlier / "run") as run:
@@ -90,7 +92,7 @@ def test_an_earlier_checkpoint_continues_at_its_sample_with_another_batch_size(e
         assert train(run).epochs == 2.0
 
 
-def test_an_earlier_capture_reopens_to_the_same_loss_and_gradient_norm(earlier):
+def test_an_earlier_capture_reopens_to_the_same_loss_and_gradient_norm(earlier: Path) -> None:
     capture = open_capture(earlier / "capture/step_00000005")
     with reopen_run(capture) as (run, batch):
         step = forward_backward(run, batch)
@@ -98,7 +100,9 @@ def test_an_earlier_capture_reopens_to_the_same_loss_and_gradient_norm(earlier):
     assert numbers == pytest.approx((capture.loss, capture.grad_norm), rel=1e-5, abs=0)
 
 
-def test_an_earlier_sweep_is_found_and_its_jobs_run_again_as_the_code_changed(tmp_path):
+def test_an_earlier_sweep_is_found_and_its_jobs_run_again_as_the_code_changed(
+    tmp_path: Path,
+) -> None:
     shutil.unpack_archive(SWEEP_ARCHIVE, tmp_path, filter="data")
     (folder,) = (tmp_path / "outputs/sweeps").glob("*/*")
     summaries = [(folder / number / "summary.json").read_bytes() for number in "01"]

@@ -49,7 +49,9 @@ def content(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("names", RECORDS.values(), ids=RECORDS)
-def test_a_new_run_in_a_folder_with_a_record_is_refused_before_anything_is_written(names):
+def test_a_new_run_in_a_folder_with_a_record_is_refused_before_anything_is_written(
+    names: list[str],
+) -> None:
     run = make_record(RUN, names)
     before = content(run)
     with pytest.raises(UsageError, match="use another hydra.run.dir.*checkpoint.resume=auto"):
@@ -73,7 +75,7 @@ HERE, CONTINUED = f"hydra.run.dir={RUN}", f"checkpoint.resume={RUN}"
         (f"{CONTINUED} hydra.run.dir={OTHER}", f"continue that run: checkpoint.resume={OTHER}$"),
     ],
 )  # fmt: skip
-def test_another_job_in_the_folder_of_a_run_is_refused(typed, says):
+def test_another_job_in_the_folder_of_a_run_is_refused(typed: str, says: str) -> None:
     runs = make_run(), make_run(OTHER)
     before = [content(run) for run in runs]
     with pytest.raises(UsageError, match=says):
@@ -81,7 +83,7 @@ def test_another_job_in_the_folder_of_a_run_is_refused(typed, says):
     assert [content(run) for run in runs] == before
 
 
-def test_a_resume_of_one_run_in_the_folder_of_another_is_refused():
+def test_a_resume_of_one_run_in_the_folder_of_another_is_refused() -> None:
     make_run()
     make_record(OTHER, ["metrics.jsonl"])
     typed = f"checkpoint.resume={RUN}"
@@ -93,7 +95,7 @@ def test_a_resume_of_one_run_in_the_folder_of_another_is_refused():
 
 
 @pytest.mark.parametrize("end", ["", "/checkpoints", "/checkpoints/step_00000012"])
-def test_a_run_is_resumed_in_its_own_folder_however_it_is_named(end, folder):
+def test_a_run_is_resumed_in_its_own_folder_however_it_is_named(end: str, folder: Path) -> None:
     run = make_run()
     (folder / "link").symlink_to(run)
     for place in (RUN, str(run.absolute()), f"{RUN}/", "link"):
@@ -105,7 +107,7 @@ def test_a_run_is_resumed_in_its_own_folder_however_it_is_named(end, folder):
         check_folder(run, "auto", trains=False)
 
 
-def test_auto_without_a_checkpoint_moves_the_record_aside_and_starts_afresh():
+def test_auto_without_a_checkpoint_moves_the_record_aside_and_starts_afresh() -> None:
     names = ["summary.json", "metrics.jsonl", "report.md", "debug/x.json", "run.log"]
     run = make_record(RUN, names)
     (run / "metrics.jsonl").write_text(json.dumps({"step": 5}) + "\n")
@@ -130,8 +132,8 @@ LOST = "the weights are not finite after step 9; stability=basic skips bad steps
     [("policy", LOST, True), ("policy", "step 9: the loss was nan", False), ("error", LOST, False)],
 )
 def test_checkpoints_are_moved_aside_with_the_record_where_the_weights_are_lost(
-    ended_by, reason, moved
-):
+    ended_by: str, reason: str, moved: bool
+) -> None:
     run = make_run()
     Summary("failed", reason, ended_by).write(run)
     assert can_continue(JobPlan(Job(0, [], "0"), trains=True), run) is not moved
@@ -140,21 +142,23 @@ def test_checkpoints_are_moved_aside_with_the_record_where_the_weights_are_lost(
     assert (run / ARCHIVE / "run-1" / "checkpoints").exists() is moved
 
 
-def test_a_record_is_not_moved_through_a_link_out_of_its_folder(folder):
+def test_a_record_is_not_moved_through_a_link_out_of_its_folder(folder: Path) -> None:
     run = make_record(RUN, ["summary.json"])
     (run / ARCHIVE).symlink_to(folder)
     with pytest.raises(SecurityError, match="is a link"):
         archive_record(run)
 
 
-def test_a_run_that_slurm_has_requeued_continues_in_its_folder(monkeypatch):
+def test_a_run_that_slurm_has_requeued_continues_in_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     make_run()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     request = ask(f"hydra.run.dir={RUN}")
     assert request.config is not None and request.config.checkpoint.resume == "auto"
 
 
-def test_a_rank_that_torchrun_has_restarted_is_not_refused(monkeypatch):
+def test_a_rank_that_torchrun_has_restarted_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_record(RUN, ["summary.json"])
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))

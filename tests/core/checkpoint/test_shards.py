@@ -66,7 +66,9 @@ def restored(folder: Path) -> RestoredCheckpoint:
     return found
 
 
-def test_the_whole_model_and_its_state_are_read_from_shards(processes, tmp_path):
+def test_the_whole_model_and_its_state_are_read_from_shards(
+    processes: list[Process], tmp_path: Path
+) -> None:
     save(processes, 1, 2)
     found = restored(tmp_path)
     assert found.step == 2 and not found.warnings
@@ -84,8 +86,8 @@ def test_the_whole_model_and_its_state_are_read_from_shards(processes, tmp_path)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_cut_or_missing_shard_is_named_and_the_one_before_taken(
-    processes, tmp_path, rank
-):
+    processes: list[Process], tmp_path: Path, rank: int
+) -> None:
     save(processes, 1, 2)
     path = tmp_path / "checkpoints/step_00000002" / SHARDS[rank]
     whole = path.read_bytes()
@@ -102,14 +104,18 @@ def test_a_damaged_cut_or_missing_shard_is_named_and_the_one_before_taken(
     assert restored(tmp_path).step == 1
 
 
-def test_a_shard_that_is_more_than_data_is_refused(processes, tmp_path):
+def test_a_shard_that_is_more_than_data_is_refused(
+    processes: list[Process], tmp_path: Path
+) -> None:
     save(processes, 1, 2)
     forge_file(tmp_path / "checkpoints/step_00000002", SHARDS[1], pickle.dumps({"weight": print}))
     with pytest.raises(SecurityError, match=SHARDS[1]):
         restored(tmp_path)
 
 
-def test_shards_that_do_not_fit_each_other_are_no_checkpoint(processes, tmp_path):
+def test_shards_that_do_not_fit_each_other_are_no_checkpoint(
+    processes: list[Process], tmp_path: Path
+) -> None:
     save(processes, 1, 2)
     folder = tmp_path / "checkpoints/step_00000002"
     rows = load_file(folder / SHARDS[1])
@@ -122,7 +128,9 @@ def test_shards_that_do_not_fit_each_other_are_no_checkpoint(processes, tmp_path
         assert found.step == 1 and "shards are inconsistent" in found.warnings[0]
 
 
-def test_a_manifest_names_the_shards_of_every_process(processes, tmp_path):
+def test_a_manifest_names_the_shards_of_every_process(
+    processes: list[Process], tmp_path: Path
+) -> None:
     save(processes, 1, 2)
     folder = tmp_path / "checkpoints/step_00000002"
     body = json.loads((folder / NAME).read_text())
@@ -132,7 +140,9 @@ def test_a_manifest_names_the_shards_of_every_process(processes, tmp_path):
     assert found.step == 1 and "lists" in found.warnings[0]
 
 
-def test_without_the_part_of_a_process_that_is_lost_there_is_no_checkpoint(processes, tmp_path):
+def test_without_the_part_of_a_process_that_is_lost_there_is_no_checkpoint(
+    processes: list[Process], tmp_path: Path
+) -> None:
     save(processes, 1)
     first = processes[0]
     first.save(2)  # the other has ended before it saved
@@ -143,7 +153,9 @@ def test_without_the_part_of_a_process_that_is_lost_there_is_no_checkpoint(proce
     assert restored(tmp_path).step == 1
 
 
-def test_what_a_process_could_not_write_is_a_failed_save_of_the_first(processes, tmp_path, caplog):
+def test_what_a_process_could_not_write_is_a_failed_save_of_the_first(
+    processes: list[Process], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(processes, 1)
     first, other = processes
     away = Checkpointer(tmp_path / "not_shared", keep=3, writes=False)

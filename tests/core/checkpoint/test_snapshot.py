@@ -132,7 +132,9 @@ def host_tensor(tensor: Tensor, memory_format: Any = torch.contiguous_format) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_a_large_tensor_gets_pinned_memory_of_its_size_until_it_is_freed(monkeypatch, dtype):
+def test_a_large_tensor_gets_pinned_memory_of_its_size_until_it_is_freed(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     driver = FakeDriver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     source = cuda_tensor(8 * SHAPE[0], SHAPE[1], dtype=dtype)
@@ -151,14 +153,16 @@ def test_a_large_tensor_gets_pinned_memory_of_its_size_until_it_is_freed(monkeyp
     assert not driver.registered
 
 
-def test_a_copy_keeps_the_strides_of_its_tensor(monkeypatch):
+def test_a_copy_keeps_the_strides_of_its_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", FakeDriver)
     source = cuda_tensor(64, 96, 16, 16).to(memory_format=torch.channels_last)
     assert host_tensor(source, torch.preserve_format).stride() == source.stride()
     assert host_tensor(source).is_contiguous()
 
 
-def test_memory_that_the_driver_cannot_pin_is_left_to_torch(monkeypatch):
+def test_memory_that_the_driver_cannot_pin_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     driver, requests = FakeDriver(status=801), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)

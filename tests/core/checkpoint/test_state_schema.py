@@ -66,7 +66,7 @@ ODD: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_malformed_state_is_named_in_one_line(kind, state):
+def test_a_malformed_state_is_named_in_one_line(kind: str, state: dict[str, Any]) -> None:
     change, problem = ODD[kind]
     check_state(state, 6, "here")
     odd = deepcopy(state)
@@ -79,7 +79,7 @@ def test_a_malformed_state_is_named_in_one_line(kind, state):
     assert "\n" not in message and len(message) < 300
 
 
-def test_a_state_of_a_version_that_kept_less_or_more_is_one(state):
+def test_a_state_of_a_version_that_kept_less_or_more_is_one(state: dict[str, Any]) -> None:
     before = dict(state)
     for name in ("inputs", "clean"):
         del before[name]
@@ -114,8 +114,8 @@ ABOUT_NOTHING = {"row": 99, "kind": "zz", "step": 3, "message": "m"}
     ids=["a small moment", "no count", "a decision", "progress", "a short generator"],
 )
 def test_a_run_that_cannot_go_on_from_a_state_leaves_its_folder_as_it_was(
-    change, problem, trained, tmp_path
-):
+    change: Change, problem: str, trained: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder, symlinks=True)
     (folder / ".hydra-resumed").mkdir()
@@ -129,7 +129,9 @@ def test_a_run_that_cannot_go_on_from_a_state_leaves_its_folder_as_it_was(
     assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
 
 
-def test_the_checkpoint_before_one_with_a_malformed_state_is_used(trained, tmp_path, caplog):
+def test_the_checkpoint_before_one_with_a_malformed_state_is_used(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained, folder, symlinks=True)
     forge(folder / "checkpoints" / "step_00000006", put(settings=None))

@@ -1,5 +1,9 @@
 """What went wrong is on disk and in TensorBoard when the run ends; a hook of the user's watches."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -13,7 +17,7 @@ from tests import runs
 POISONED = (*runs.NOISY, "+data.poison=[7]", "training.epochs=4", "training.batch_size=16")
 
 
-def test_every_fault_is_in_the_history_and_in_tensorboard(tmp_path, my_package):
+def test_every_fault_is_in_the_history_and_in_tensorboard(tmp_path: Path, my_package: None) -> None:
     summary = runs.trained(*POISONED, "optimization=none", "monitoring.every=4", folder=tmp_path)
     assert summary.skipped_steps == summary.faults["non_finite"] >= 3
     counts = runs.debug_file(tmp_path, "history")["counts"]
@@ -38,7 +42,7 @@ class Watcher(Hook):
         self.reports += 1
 
 
-def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called():
+def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called() -> None:
     name = f"{__name__}.Watcher"
     hooks = f"debug.hooks=[{{_target_: {name}, every: 5}},{name}]"
     with runs.opened(hooks, "security.trusted=[tests]", "training.steps=20") as run:
@@ -49,7 +53,7 @@ def test_a_hook_of_the_users_own_is_made_with_its_arguments_and_called():
     assert second.seen == list(range(1, 21))
 
 
-def test_a_hook_needs_trust_before_anything_is_imported_and_has_to_be_one():
+def test_a_hook_needs_trust_before_anything_is_imported_and_has_to_be_one() -> None:
     with pytest.raises(SecurityError, match="debug.hooks.0"):
         compose(["debug.hooks=[os.system]"])
     with pytest.raises(SecurityError, match="debug.hooks.1"):
@@ -69,13 +73,13 @@ class Answering(Hook):
 
 
 @pytest.mark.parametrize("answer", ["stop", True])
-def test_an_answer_of_a_hook_that_is_no_verdict_is_named(answer):
+def test_an_answer_of_a_hook_that_is_no_verdict_is_named(answer: object) -> None:
     short = ("data=digits", "optimization=none", "training.steps=2")
     with pytest.raises(UsageError, match=f"Answering.on_step must return .*, got {answer!r}"):
         runs.trained(*short, given=Components(hooks=[Answering(answer)]))
 
 
-def test_a_class_in_place_of_a_hook_is_refused_by_build_and_train():
+def test_a_class_in_place_of_a_hook_is_refused_by_build_and_train() -> None:
     hooks: list[Hook] = [Watcher]  # type: ignore[list-item]
     with pytest.raises(UsageError, match="^build: hooks must be a list of .* got <class .*Watcher"):
         build(runs.config("data=digits"), given=Components(hooks=hooks))
@@ -83,7 +87,7 @@ def test_a_class_in_place_of_a_hook_is_refused_by_build_and_train():
         runs.trained("data=digits", "optimization=none", "training.steps=2", hooks=hooks)
 
 
-def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_path):
+def test_a_run_without_a_fault_leaves_files_that_say_so_where_tools_were_on(tmp_path: Path) -> None:
     short = ("data=digits", "model=mlp", "optimization=none", "training.steps=2")
     assert runs.trained(*short, "debug=full", folder=tmp_path / "tools").faults == {}
     names = ("history", "anomalies", "gradients", "memory")

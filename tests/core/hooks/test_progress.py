@@ -2,6 +2,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -39,8 +40,8 @@ def evaluation(step: int) -> Evaluation:
 
 
 def test_without_a_terminal_there_is_a_line_now_and_then_and_one_per_validation(
-    run, clock, caplog, capfd
-):
+    run: Run, clock: list[float], caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
     caplog.set_level(logging.INFO, "runner")
     caplog.clear()
     watcher = ProgressDisplay(CONFIG)
@@ -64,7 +65,9 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_one_per_validation(
 
 
 @pytest.mark.parametrize(("width", "no_color"), [(20, False), (80, True)])
-def test_the_live_display_fits_and_is_gone_at_the_end(run, clock, monkeypatch, width, no_color):
+def test_the_live_display_fits_and_is_gone_at_the_end(
+    run: Run, clock: list[float], monkeypatch: pytest.MonkeyPatch, width: int, no_color: bool
+) -> None:
     stream = io.StringIO()
     screen = Console(file=stream, force_terminal=True, width=width, no_color=no_color, _environ={})
     monkeypatch.setattr(progress, "console", lambda: screen)
@@ -82,7 +85,9 @@ def test_the_live_display_fits_and_is_gone_at_the_end(run, clock, monkeypatch, w
 
 
 @pytest.mark.parametrize("kind", ["closed", "broken pipe"])
-def test_no_trouble_with_the_terminal_stops_the_run(run, clock, monkeypatch, kind):
+def test_no_trouble_with_the_terminal_stops_the_run(
+    run: Run, clock: list[float], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     read, write = os.pipe()
     stream = open(write, "w", buffering=1)  # noqa: SIM115  # closed in the course of the test
     screen = progress.console().__class__(file=stream, force_terminal=True, width=80, _environ={})

@@ -53,7 +53,9 @@ def hook() -> Recording:
     return Recording(MonitoringConfig(), SETTINGS)
 
 
-def test_rows_hold_the_means_of_a_stretch_timings_and_the_bare_names_of_a_validation(run, tmp_path):
+def test_rows_hold_the_means_of_a_stretch_timings_and_the_bare_names_of_a_validation(
+    run: Run, tmp_path: Path
+) -> None:
     watcher = hook()
     with watcher.session(run):
         watcher.on_report(run, report(1, (1.0, math.nan, 3.0)))
@@ -75,7 +77,9 @@ def test_rows_hold_the_means_of_a_stretch_timings_and_the_bare_names_of_a_valida
     assert rows(tmp_path, "system")[-1]["tokens_per_second"] == pytest.approx(80.0 * 16)
 
 
-def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(run, tmp_path):
+def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(
+    run: Run, tmp_path: Path
+) -> None:
     (tmp_path / ".hydra").mkdir(exist_ok=True)
     (tmp_path / ".hydra" / "config.yaml").write_text("key: ${oc.env:SECRET}\n")
     typed = "- optimization=basic\n- optimizer.momentum=0.5\n"
@@ -103,7 +107,9 @@ def test_a_run_has_one_row_of_hparams_texts_and_tables_of_its_last_best(run, tmp
 
 
 @pytest.mark.parametrize("error", [None, ValueError(), Interrupted(2)])
-def test_the_row_ends_with_the_run_unless_that_may_be_resumed(run, tmp_path, error):
+def test_the_row_ends_with_the_run_unless_that_may_be_resumed(
+    run: Run, tmp_path: Path, error: BaseException | None
+) -> None:
     with suppress(ValueError, Interrupted), hook().session(run):
         if error is not None:
             raise error
@@ -112,7 +118,9 @@ def test_the_row_ends_with_the_run_unless_that_may_be_resumed(run, tmp_path, err
     assert ("_hparams_/session_end_info" in tags) == (error is None)
 
 
-def test_a_table_is_written_at_each_improvement_before_a_checkpoint_of_it(run, tmp_path):
+def test_a_table_is_written_at_each_improvement_before_a_checkpoint_of_it(
+    run: Run, tmp_path: Path
+) -> None:
     watcher, expected = hook(), [[1], [1], [1, 3]]
     with watcher.session(run):
         for step, improved in enumerate((True, False, True), 1):

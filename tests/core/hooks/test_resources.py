@@ -46,7 +46,9 @@ class NoFiles(Hook):
         time.sleep(0.012)  # a row about the machine falls due
 
 
-def test_a_run_continues_when_no_file_can_be_opened(caplog, tmp_path):
+def test_a_run_continues_when_no_file_can_be_opened(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     more = ["monitoring.system_every_s=0.01", "checkpoint=off"]
     summary = runs.trained(*QUICK, *more, folder=tmp_path, hooks=[NoFiles()])
     assert (summary.status, summary.steps) == ("done", 60)
@@ -57,7 +59,9 @@ def test_a_run_continues_when_no_file_can_be_opened(caplog, tmp_path):
     assert all("Too many open files" in text for text in said)
 
 
-def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(tmp_path):
+def test_a_run_that_ends_for_want_of_files_says_so_and_not_what_failed_afterwards(
+    tmp_path: Path,
+) -> None:
     config = compose([*QUICK, "checkpoint.every=5", "training.validate_every=60"])
     starves = runs.AtSteps(5, lambda run: resource.setrlimit(resource.RLIMIT_NOFILE, (0, FILES[1])))
     try:
@@ -113,7 +117,7 @@ def real(folder: Path, leak: int, left: int, *overrides: str) -> dict[str, Any]:
 
 
 @linux
-def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path):
+def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path: Path) -> None:
     same = ["schedule=constant", "device.clean_above=null"]
     ended = real(tmp_path, 4 * MIB, 600, "training.steps=500", *same)
     assert ended["status"] == "stopped" and 20 <= ended["steps"] < 150
@@ -131,7 +135,7 @@ def test_a_run_that_fills_its_memory_saves_stops_and_can_be_resumed(tmp_path):
 
 
 @linux
-def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path):
+def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path: Path) -> None:
     ended = real(tmp_path, -4 * MIB, 600, "training.steps=500", "optimization=basic")
     assert ended["status"] == "stopped" and ended["faults"]["memory_stop"] == 1
     assert (tmp_path / f"checkpoints/step_{ended['steps']:08d}/manifest.json").is_file()
@@ -141,7 +145,7 @@ def test_a_model_that_fills_the_memory_ends_stopped_with_its_checkpoint(tmp_path
     assert {row.reason for row in looked} == {"not looked at: the run was stopped for memory"}
 
 
-def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path):
+def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_path: Path) -> None:
     with runs.opened(*QUICK, "stability.watch.stop_above=1e-9", folder=tmp_path) as run:
         summary = train(run)
     held = summary.memory.peak_process_bytes / run.device.memory_bytes
@@ -154,7 +158,7 @@ def test_the_machines_memory_stops_a_run_only_if_the_run_holds_its_share(tmp_pat
 # leaks
 
 
-def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path):
+def test_a_leak_of_50_kb_a_step_is_found_within_500_steps(tmp_path: Path) -> None:
     ended = real(tmp_path, 50_000, 0, "training.steps=500")
     assert ended["faults"]["leak"] == 1 and ended["status"] == "done"
     (leak,) = runs.faults(tmp_path, "leak")
@@ -196,8 +200,8 @@ class Hoarding:
     ids=["leak", "cache", "garbage"],
 )
 def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_garbage(
-    limit, garbage, verdict, tmp_path
-):
+    limit: int, garbage: bool, verdict: str, tmp_path: Path
+) -> None:
     config = compose([*QUICK[1:], "model=mlp", "training.batch_size=4", "data.workers=2"])
     config.training.steps, config.monitoring.every = 260, 1
     data = UserDataset(Hoarding(limit, garbage), "Hoarding", config.data)
@@ -212,7 +216,7 @@ def test_memory_of_data_workers_is_watched_for_leaks_without_full_caches_and_gar
 
 
 @linux
-def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak():
+def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak() -> None:
     before = memory.anonymous_bytes()
     with mmap.mmap(-1, 40 * MIB) as block:
         block.write(b"x" * 40 * MIB)
@@ -221,7 +225,7 @@ def test_shared_memory_such_as_batches_of_workers_counts_as_memory_that_can_leak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [500, 5000])
-def test_a_healthy_run_raises_nothing(steps, tmp_path):
+def test_a_healthy_run_raises_nothing(steps: int, tmp_path: Path) -> None:
     ended = real(tmp_path, 0, 0, f"training.steps={steps}")
     assert ended["steps"] == steps and ended["faults"] == {}
 
@@ -229,7 +233,9 @@ def test_a_healthy_run_raises_nothing(steps, tmp_path):
 # the rest
 
 
-def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(caplog, tmp_path):
+def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     low = ["stability.watch.disk_min_mb=1e12", "device.clean_above=1e-6"]
     summary = runs.trained(*QUICK, "monitoring.system_every_s=0.0001", *low, folder=tmp_path)
     assert summary.status == "done"
@@ -239,14 +245,14 @@ def test_memory_is_cleaned_a_full_disk_is_logged_once_and_the_load_is_recorded(c
     assert load and {"cpu_percent", "ram_percent", "disk_free_gib"} <= set(load[0])
 
 
-def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for():
+def test_readings_of_a_gpu_that_is_not_there_are_an_error_only_where_asked_for() -> None:
     with pytest.raises(ConfigError, match=r"stability\.watch\.gpu: NVML is missing"):
         runs.trained(*QUICK, "stability.watch.gpu=true")
     assert runs.trained(*QUICK).status == "done"
 
 
 @pytest.mark.gpu
-def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path):
+def test_nvml_tells_of_the_gpu_that_torch_computes_on(tmp_path: Path) -> None:
     pytest.importorskip("pynvml")
     on = [x for x in QUICK if x != "device=cpu"]
     with build(compose([*on, "stability.watch.gpu=true"]), tmp_path) as run:
@@ -276,8 +282,8 @@ class Card:
     ("allocated", "emptied"), [(0.5, 0), (0.89, 0), (0.95, 1)], ids=["half", "below", "above"]
 )
 def test_memory_that_the_allocator_keeps_for_the_next_step_is_not_freed(
-    monkeypatch, allocated, emptied
-):
+    monkeypatch: pytest.MonkeyPatch, allocated: float, emptied: int
+) -> None:
     card = Card(allocated, 0.97)
     for name in ("memory_allocated", "memory_reserved", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, getattr(card, name))

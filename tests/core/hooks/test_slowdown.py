@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ class SlowForward(Hook):
         handle.remove()
 
 
-def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_path):
+def test_a_run_that_becomes_slower_names_both_times_and_the_part_that_grew(tmp_path: Path) -> None:
     typed = ("data=cancer", "training.steps=60", "optimization=none", "checkpoint=off")
     alone = ("device.threads=1", "monitoring.every=3", "stability.watch.cpu_above=null")
     summary = runs.trained(*typed, *alone, folder=tmp_path, hooks=[SlowForward()])
@@ -110,7 +111,7 @@ PLANTED: dict[str, tuple[list[float], dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("case", PLANTED)
-def test_two_slow_stretches_in_a_row_above_the_limit_are_reported_with_what_grew(case):
+def test_two_slow_stretches_in_a_row_above_the_limit_are_reported_with_what_grew(case: str) -> None:
     durations, limits, phase, says = PLANTED[case]
     found = planted(durations, WatchConfig(**limits), phase)
     assert bool(found) is bool(says)
@@ -118,7 +119,7 @@ def test_two_slow_stretches_in_a_row_above_the_limit_are_reported_with_what_grew
 
 
 @pytest.mark.parametrize("others", [0.95], indirect=True)
-def test_busy_cpus_are_reported_in_place_of_slower_steps(others):
+def test_busy_cpus_are_reported_in_place_of_slower_steps(others: None) -> None:
     assert planted(grows(400), WatchConfig()) == {
         "cpu_busy": "other processes use 95% of the CPUs (stability.watch.cpu_above=0.9)"
     }
@@ -129,11 +130,11 @@ def test_busy_cpus_are_reported_in_place_of_slower_steps(others):
 @pytest.mark.parametrize(
     "typed", ["slower=1", "slower=0.5", "cpu_above=1.5", "cpu_above=-1", "slower=.nan"]
 )
-def test_limits_out_of_range_name_the_key(typed):
+def test_limits_out_of_range_name_the_key(typed: str) -> None:
     with pytest.raises(ConfigError, match=f"stability.watch.{typed.partition('=')[0]}"):
         runs.config(f"stability.watch.{typed}")
 
 
-def test_what_only_reports_does_not_change_the_hash_of_a_config():
+def test_what_only_reports_does_not_change_the_hash_of_a_config() -> None:
     changed = runs.config("stability.watch.slower=3", "stability.watch.cpu_above=null")
     assert config_hash(changed) == config_hash(runs.config())

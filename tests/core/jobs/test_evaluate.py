@@ -14,7 +14,9 @@ QUICK = ["device=cpu", "monitoring.progress=false", "optimization=none"]
 RUN = "outputs/runs/digits-mlp/one"
 
 
-def test_an_evaluation_speaks_of_itself_lies_apart_and_leads_back_to_the_run(tmp_path, monkeypatch):
+def test_an_evaluation_speaks_of_itself_lies_apart_and_leads_back_to_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     runs.trained("optimization=none", "training.steps=40", folder=Path(RUN))
     # on other samples than those of the training, so that the two values differ
@@ -35,13 +37,13 @@ def test_an_evaluation_speaks_of_itself_lies_apart_and_leads_back_to_the_run(tmp
 
 
 @pytest.mark.parametrize("job", ["evaluate", "verify", "doctor", "scan", "replay", "benchmark"])
-def test_only_trainings_lie_in_outputs_runs(job):
+def test_only_trainings_lie_in_outputs_runs(job: str) -> None:
     typed = [f"job={job}", "name=mine", "checkpoint.resume=x"]
     assert not compose_raw(typed, hydra_too=True).hydra.run.dir.startswith("outputs/runs/")
     assert compose_raw(["name=mine"], hydra_too=True).hydra.run.dir.startswith("outputs/runs/mine/")
 
 
-def test_the_best_says_which_validations_it_leaves_out():
+def test_the_best_says_which_validations_it_leaves_out() -> None:
     left_out = Summary(
         metrics={"val/accuracy": 0.961}, monitor="val/accuracy", best=0.9582, best_step=20,
         faults={"validation_not_finite": 1},

@@ -39,7 +39,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_folder_is_as_the_command_line_leaves_it(trained, tmp_path):
+def test_the_folder_is_as_the_command_line_leaves_it(trained: Path, tmp_path: Path) -> None:
     same = ("optimizer.lr=0.01", "training.batch_size=50", "hydra.run.dir=outputs/runs/typed")
     made = runs.command(tmp_path, *TYPED, *same)
     assert made.returncode == 0, made.stderr
@@ -52,7 +52,7 @@ def test_the_folder_is_as_the_command_line_leaves_it(trained, tmp_path):
     assert files(trained) == files(tmp_path / "outputs/runs/typed")
 
 
-def test_what_was_changed_is_loaded_and_continued_without_typing_it_again(trained):
+def test_what_was_changed_is_loaded_and_continued_without_typing_it_again(trained: Path) -> None:
     with load(trained) as model:
         assert model.config.training.batch_size == 50
         assert model.config.optimizer.options == {"betas": [0.9, 0.95]}
@@ -63,7 +63,7 @@ def test_what_was_changed_is_loaded_and_continued_without_typing_it_again(traine
     assert "batch_size" not in made.stderr and "betas" not in made.stderr  # as before
 
 
-def test_a_run_of_one_folder_is_continued_from_python_with_its_new_config(tmp_path):
+def test_a_run_of_one_folder_is_continued_from_python_with_its_new_config(tmp_path: Path) -> None:
     for steps in (4, 6):
         config = compose([*TYPED, f"training.steps={steps}", "checkpoint.resume=auto"])
         with build(config, tmp_path) as run:
@@ -98,8 +98,8 @@ def _given(part: str) -> Components:
     "part", ["model", "data", "objective", "optimizer", "techniques", "optimization"]
 )
 def test_a_config_is_not_recorded_if_an_object_of_the_caller_replaces_a_part_of_it(
-    tmp_path, caplog, part
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
     config = compose([*TYPED])
     config.optimization.extra = ["mine"] * (part == "techniques")
     caplog.set_level(logging.INFO, "runner")
@@ -110,7 +110,9 @@ def test_a_config_is_not_recorded_if_an_object_of_the_caller_replaces_a_part_of_
     assert part in message
 
 
-def test_a_run_with_an_automatic_choice_of_techniques_is_recorded_and_loaded(tmp_path):
+def test_a_run_with_an_automatic_choice_of_techniques_is_recorded_and_loaded(
+    tmp_path: Path,
+) -> None:
     config = compose([*TYPED, "optimization=auto"])
     with build(config, tmp_path, resolve_auto(config, search=False)) as run:
         train(run)
@@ -118,7 +120,7 @@ def test_a_run_with_an_automatic_choice_of_techniques_is_recorded_and_loaded(tmp
         assert model.config.optimization.level == "auto"
 
 
-def test_numbers_of_numpy_tuples_and_paths_are_recorded_as_plain_values(tmp_path):
+def test_numbers_of_numpy_tuples_and_paths_are_recorded_as_plain_values(tmp_path: Path) -> None:
     rows = "\n".join(f"{n},{n % 7},{n % 2}" for n in range(80))
     (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}\n")
     typed = "data=tabular data.path=other.csv data.target=y model=mlp training.steps=3 device=cpu"
@@ -141,8 +143,8 @@ def test_numbers_of_numpy_tuples_and_paths_are_recorded_as_plain_values(tmp_path
 
 @pytest.mark.parametrize("value", [{"a, b": 1}, object()], ids=["unreadable", "object"])
 def test_a_value_that_cannot_be_recorded_is_a_warning_and_nothing_is_written(
-    tmp_path, caplog, value
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
     config = compose([*TYPED])
     config.model.arguments = {"names": [value]}
     composed.record_config(config, tmp_path, [], has_checkpoints=False)
@@ -151,8 +153,8 @@ def test_a_value_that_cannot_be_recorded_is_a_warning_and_nothing_is_written(
 
 
 def test_a_config_that_the_disk_does_not_take_is_a_warning_and_nothing_of_it_stays(
-    tmp_path, caplog, monkeypatch
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = composed.hydra_files.save_config
 
     def fail_at_the_second(content: Any, name: str, folder: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_config_that_the_disk_does_not_take_is_a_warning_and_nothing_of_it_sta
     assert any("the config is not recorded" in text for text in caplog.messages)
 
 
-def test_a_recorded_config_is_never_of_another_run_that_was_not_trained(tmp_path):
+def test_a_recorded_config_is_never_of_another_run_that_was_not_trained(tmp_path: Path) -> None:
     config = compose([*TYPED, "model.width=16"])
     for width in (64, 32):
         with build(compose([*TYPED, f"model.width={width}"]), tmp_path):
@@ -179,7 +181,9 @@ def test_a_recorded_config_is_never_of_another_run_that_was_not_trained(tmp_path
     assert read_flat_config(tmp_path) == {}
 
 
-def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_it(tmp_path):
+def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_it(
+    tmp_path: Path,
+) -> None:
     with build(compose([*TYPED]), tmp_path) as run:
         train(run)
     other = compose([*TYPED, "training.steps=10", "checkpoint.resume=auto"])
@@ -194,7 +198,7 @@ def test_the_config_of_a_trained_run_stays_when_one_of_unknown_origin_continues_
     assert read_flat_config(tmp_path)["training.steps"] == 12  # that of the command line stays
 
 
-def test_public_names_and_nothing_else_are_listed():
+def test_public_names_and_nothing_else_are_listed() -> None:
     assert dir(runner) == sorted(runner.__all__)
     _, _, documented = pydoc.plain(pydoc.render_doc(runner)).partition("\nCLASSES\n")
     classes = re.findall(r"^    class (\w+)", documented, re.M)
@@ -205,7 +209,7 @@ def test_public_names_and_nothing_else_are_listed():
 
 
 @pytest.mark.slow
-def test_a_type_checker_knows_the_public_names_and_refuses_others(tmp_path):
+def test_a_type_checker_knows_the_public_names_and_refuses_others(tmp_path: Path) -> None:
     lines = [
         "import runner",
         f"from runner import {', '.join(runner.__all__)}",
@@ -223,7 +227,7 @@ def test_a_type_checker_knows_the_public_names_and_refuses_others(tmp_path):
     ], done.stdout + done.stderr
 
 
-def test_a_run_whose_block_has_ended_is_not_trained():
+def test_a_run_whose_block_has_ended_is_not_trained() -> None:
     with build(compose([*TYPED])) as run:
         pass
     with pytest.raises(UsageError, match="^train: the run's `with` block has ended"):
@@ -238,18 +242,20 @@ def test_a_run_whose_block_has_ended_is_not_trained():
         (["optimizer.options={betas: fast}"], "betas"),
     ],
 )
-def test_an_option_of_a_wrong_type_is_named(typed, key):
+def test_an_option_of_a_wrong_type_is_named(typed: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^optimizer.options.{key}: is not for \w+: .*'str'"):
         build(compose([*TYPED, *typed]))
 
 
-def test_a_sweeps_folder_is_answered_with_that_of_its_newest_job(trained):
+def test_a_sweeps_folder_is_answered_with_that_of_its_newest_job(trained: Path) -> None:
     for folder in (trained.parent, trained.parent.parent):
         with pytest.raises(CheckpointError, match=rf"the newest in it is {trained}$"):
             load(folder)
 
 
-def test_progress_is_lines_in_a_program_and_one_line_in_a_notebook(capsys, monkeypatch):
+def test_progress_is_lines_in_a_program_and_one_line_in_a_notebook(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for is_notebook in (False, True):
         if is_notebook:
             monkeypatch.setenv(NOTEBOOK_ENV, "1")
@@ -265,7 +271,7 @@ def test_progress_is_lines_in_a_program_and_one_line_in_a_notebook(capsys, monke
         assert capsys.readouterr() == ("", "")
 
 
-def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained):
+def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained: Path) -> None:
     summary = runner.Summary.read(trained)
     assert "val/accuracy" in summary._repr_html_() and "<pre" in summary._repr_html_()
     with build(compose([*TYPED, "checkpoint.resume=auto"]), trained) as run:
@@ -281,7 +287,7 @@ def test_a_cell_shows_the_end_table_the_curves_and_the_comparison(trained):
 
 @pytest.mark.parametrize("folder", ["", 5, "a\0b", "FILE", "FILE/below"])
 @pytest.mark.parametrize("call", ["build", "Stability"])
-def test_what_cannot_be_a_folder_is_refused_by_name(tmp_path, call, folder):
+def test_what_cannot_be_a_folder_is_refused_by_name(tmp_path: Path, call: str, folder: Any) -> None:
     (tmp_path / "FILE").write_text("a")
     if isinstance(folder, str) and folder.startswith("FILE"):
         folder = str(tmp_path / folder)
@@ -305,7 +311,7 @@ def test_what_cannot_be_a_folder_is_refused_by_name(tmp_path, call, folder):
         (lambda folder: runner.debugger.context("x", anomaly="yes").__enter__(), "anomaly True"),  # type: ignore[arg-type]
     ],
 )
-def test_arguments_of_another_kind_are_named(trained, call, problem):
+def test_arguments_of_another_kind_are_named(trained: Path, call: Any, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         call(trained)
 
@@ -323,12 +329,14 @@ def test_arguments_of_another_kind_are_named(trained, call, problem):
         ({"components": Components(data=[1], validation=[1])}, r"pipeline\(.*validation=…"),
     ],
 )
-def test_objects_that_a_run_cannot_use_are_refused_by_name(given, problem):
+def test_objects_that_a_run_cannot_use_are_refused_by_name(
+    given: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(UsageError, match=problem):
         build(compose([*TYPED]), **given)
 
 
-def test_texts_one_row_and_tables_of_others_are_predicted_as_the_same_rows(tmp_path):
+def test_texts_one_row_and_tables_of_others_are_predicted_as_the_same_rows(tmp_path: Path) -> None:
     rows = "\n".join(f"{n},{n % 7},{'yes' if n % 2 else 'no'}" for n in range(80))
     (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}\n")
     typed = ("data=tabular", f"data.path={tmp_path}/t.csv", "data.target=y", "training.steps=3")

@@ -70,7 +70,9 @@ MUST = [
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_the_table_holds_what_one_wants_to_know_and_fits(width, tmp_path, monkeypatch):
+def test_the_table_holds_what_one_wants_to_know_and_fits(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "outputs" / "runs" / "digits_mlp" / "2026-01-01_00-00-00-abc"
     folder.mkdir(parents=True)
@@ -93,13 +95,15 @@ def test_the_table_holds_what_one_wants_to_know_and_fits(width, tmp_path, monkey
         (0.0, {}, "1,200 steps in 1 min 15 s"),  # a stream that has not ended, and no validation
     ],
 )
-def test_the_steps_and_epochs_that_were_trained_are_named(epochs, metrics, words):
+def test_the_steps_and_epochs_that_were_trained_are_named(
+    epochs: float, metrics: dict[str, float], words: str
+) -> None:
     text = shown(replace(SUMMARY, epochs=epochs, metrics=metrics, best=None), None, 120)
     (line,) = (line for line in text.splitlines() if line.split()[:1] == ["trained"])
     assert line.split(maxsplit=1)[1].rstrip() == words
 
 
-def test_fp32_on_a_gpu_without_tf32_is_reported_to_differ_from_a_plain_loop():
+def test_fp32_on_a_gpu_without_tf32_is_reported_to_differ_from_a_plain_loop() -> None:
     def words(tf32: bool, **device: object) -> str:
         settings = {"settings": {"tf32_matmul": tf32, "tf32_cudnn": tf32}}
         return " ".join(shown(replace(SUMMARY, device={**device, **settings}), None).split())
@@ -110,7 +114,9 @@ def test_fp32_on_a_gpu_without_tf32_is_reported_to_differ_from_a_plain_loop():
     assert "TF32" not in words(False, kind="cuda", capabilities={"tf32": False})
 
 
-def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(tmp_path):
+def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(
+    tmp_path: Path,
+) -> None:
     rows = [
         TechniqueStatus("tf32", True, False, "no TF32 here", status="not applicable"),
         TechniqueStatus("amp", True, False, "casting costs more", status="skipped"),
@@ -129,8 +135,8 @@ def test_engaged_techniques_come_first_and_a_line_names_those_that_never_ran(tmp
 
 
 def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padded(
-    tmp_path, monkeypatch, capsys
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     metrics = {**SUMMARY.metrics, **{f"val/metric_{i}": 0.5 for i in range(12)}}
     summary = replace(SUMMARY, metrics=metrics, faults={}, skipped_steps=0)
@@ -141,7 +147,9 @@ def test_the_end_of_a_run_is_thirty_lines_and_in_a_pipe_neither_folded_nor_padde
     assert len(listed) > 200 and listed.count(", ") == len(metrics) - 2
 
 
-def test_one_folder_that_is_best_and_last_is_named_once_and_large_metrics_are_plain(tmp_path):
+def test_one_folder_that_is_best_and_last_is_named_once_and_large_metrics_are_plain(
+    tmp_path: Path,
+) -> None:
     path = "checkpoints/step_00001200"
     metrics = {"val/accuracy": 0.9722, "val/loss": 5.179e7, "val/mae": 123456.7, "val/low": 2e-5}
     summary = replace(SUMMARY, checkpoint=CheckpointPaths(path, path), metrics=metrics)
@@ -151,7 +159,7 @@ def test_one_folder_that_is_best_and_last_is_named_once_and_large_metrics_are_pl
     assert "5% other (hooks, record)" in text
 
 
-def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path):
+def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path: Path) -> None:
     failed = replace(SUMMARY, status="failed")
     text, document = shown(failed, tmp_path), report.render_report(failed, tmp_path)
     for figure in ("41,234 samples/s", "backward", "0.776 ms median", "engaged", "the data is in"):
@@ -163,7 +171,9 @@ def test_a_run_that_failed_ends_without_figures_of_its_few_steps(tmp_path):
     assert report.render_report(Summary()).startswith("# run")
 
 
-def test_the_document_has_the_classes_the_reasons_and_the_origin(tmp_path, caplog):
+def test_the_document_has_the_classes_the_reasons_and_the_origin(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     classes = {"val/accuracy/cat": 0.25, "val/accuracy/dog": 0.5, "val/accuracy/a/b": 0.75}
     summary = replace(SUMMARY, metrics=SUMMARY.metrics | classes)
     short = shown(summary, None)
@@ -178,7 +188,9 @@ def test_the_document_has_the_classes_the_reasons_and_the_origin(tmp_path, caplo
     assert "report.md is not written" in caplog.text
 
 
-def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(tmp_path):
+def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(
+    tmp_path: Path,
+) -> None:
     rows = [{"step": i, "split": "train", "loss": 2.0 / i} for i in range(1, 301)]
     rows += [{"step": 100, "split": "val", "loss": 1.0, "accuracy": 0.5}]
     rows += [{"step": 300, "split": "val", "loss": 0.5, "accuracy": 1}]
@@ -195,7 +207,9 @@ def test_the_curves_are_drawn_beside_the_report_and_hold_what_the_record_does(tm
     assert heights[0] > heights[1]  # an accuracy that rises goes up
 
 
-def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(tmp_path, monkeypatch):
+def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "runs" / "x"
     (run / "debug" / "captures" / "step_00000043").mkdir(parents=True)
@@ -219,8 +233,8 @@ def test_it_says_what_went_wrong_when_what_was_done_and_how_to_look_into_it(tmp_
 
 
 def test_counts_of_one_are_singular_classes_are_named_and_a_written_file_has_a_whole_path(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "outputs" / "predictions" / ("x" * 60)
     check = {"ok": False, "faults": 1, "warnings": 2, "worst": [{"evidence": "1 NaN of 1 value"}]}
@@ -237,7 +251,7 @@ def test_counts_of_one_are_singular_classes_are_named_and_a_written_file_has_a_w
     assert f"written to:    {path}" in lines  # whole, to be copied
 
 
-def test_a_summary_reads_back_as_it_was_written_but_for_inf(tmp_path):
+def test_a_summary_reads_back_as_it_was_written_but_for_inf(tmp_path: Path) -> None:
     SUMMARY.write(tmp_path)
     assert Summary.read(tmp_path) == SUMMARY
     replace(SUMMARY, metrics={"val/loss": math.inf}).write(tmp_path)

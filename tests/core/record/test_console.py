@@ -2,7 +2,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from logging.config import dictConfig
 from pathlib import Path
 
@@ -33,7 +33,9 @@ def _restored() -> Iterator[None]:
     log.setLevel(levels[1])
 
 
-def test_a_handler_that_other_code_has_put_back_prints_no_line_twice(tmp_path, capsys):
+def test_a_handler_that_other_code_has_put_back_prints_no_line_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     set_up_logging("info", tmp_path)
     earlier = list(logging.getLogger().handlers)
     set_up_logging("info", tmp_path)
@@ -53,7 +55,9 @@ EVIL = ["a\n2026-01-01 ERROR forged"]
 EVIL += [f"a{x}b" for x in ("\r\n", "\x1b[2K", "\u2028", "\x85", "\u202e", "\udcff")]
 
 
-def test_no_message_can_pass_for_two_lines_or_move_the_cursor(tmp_path, capsys):
+def test_no_message_can_pass_for_two_lines_or_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     set_up_logging("info", tmp_path)
     for text in EVIL:
         log.info("the file %s is bad", text)
@@ -71,7 +75,9 @@ SILENCED = {
 
 
 @pytest.mark.parametrize("loggers", [SILENCED, {}])  # {}: `disable_existing_loggers` does it
-def test_no_other_set_up_of_logs_keeps_ours_quiet(loggers, tmp_path, capsys):
+def test_no_other_set_up_of_logs_keeps_ours_quiet(
+    loggers: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {name: logging.getLogger(name).level for name in SILENCED}
     root = logging.getLogger()
     handlers = list(root.handlers)
@@ -107,8 +113,8 @@ def test_no_other_set_up_of_logs_keeps_ours_quiet(loggers, tmp_path, capsys):
     ],
 )
 def test_logging_that_other_code_sets_up_during_a_run_is_restored_and_named_once(
-    change, tmp_path, capsys
-):
+    change: Callable[[], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = logging.getLogger()
     handlers, level, names = list(root.handlers), root.level, set(root.manager.loggerDict)
     root.handlers.clear()  # pytest's own
@@ -132,7 +138,7 @@ def test_logging_that_other_code_sets_up_during_a_run_is_restored_and_named_once
         assert named == (change is not logging.shutdown)  # the closed file is opened again
 
 
-def test_without_a_set_up_of_ours_nothing_of_a_programs_logging_changes():
+def test_without_a_set_up_of_ours_nothing_of_a_programs_logging_changes() -> None:
     close_logging()
     root = logging.getLogger()
     logging.disable(logging.INFO)
@@ -143,7 +149,9 @@ def test_without_a_set_up_of_ours_nothing_of_a_programs_logging_changes():
     assert before == (list(root.handlers), root.level, logging.getLogger("runner").level)
 
 
-def test_a_pipe_whose_reader_has_gone_is_no_error(tmp_path, monkeypatch):
+def test_a_pipe_whose_reader_has_gone_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, write = os.pipe()
     os.close(read)
     stream = open(write, "w", buffering=1)  # noqa: SIM115  # closed below, with what it still holds
@@ -157,8 +165,8 @@ def test_a_pipe_whose_reader_has_gone_is_no_error(tmp_path, monkeypatch):
 
 
 def test_a_warning_that_repeats_is_said_once_and_a_wrong_call_is_not_the_end(
-    tmp_path, capsys, monkeypatch
-):
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own would raise
     set_up_logging("info", tmp_path)
     log.info("%d steps", "many")
@@ -172,7 +180,9 @@ def test_a_warning_that_repeats_is_said_once_and_a_wrong_call_is_not_the_end(
         assert "'%d steps' (its arguments do not fit" in text
 
 
-def test_every_other_handler_writes_what_ours_write(tmp_path, monkeypatch):
+def test_every_other_handler_writes_what_ours_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(masking, "_variable_by_text", {})
     monkeypatch.setattr(masking, "_pattern", None)
     masking.add_secret("TOKEN", "canary-4b1d")
@@ -198,7 +208,9 @@ def test_every_other_handler_writes_what_ours_write(tmp_path, monkeypatch):
     assert logging.getLogRecordFactory() is logging.LogRecord
 
 
-def test_a_line_of_the_log_takes_a_live_display_away_before_it_and_draws_it_again(monkeypatch):
+def test_a_line_of_the_log_takes_a_live_display_away_before_it_and_draws_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -215,7 +227,9 @@ def test_a_line_of_the_log_takes_a_live_display_away_before_it_and_draws_it_agai
     assert said.index("\x1b[1A\x1b[2K") < said.index("something") < said.index("one")
 
 
-def test_a_cell_of_a_notebook_gets_lines_and_no_display_that_moves_the_cursor(monkeypatch):
+def test_a_cell_of_a_notebook_gets_lines_and_no_display_that_moves_the_cursor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("JPY_PARENT_PID", raising=False)
     screen = EscapingConsole(force_terminal=True, _environ={"TERM": "xterm-color"})
     assert supports_live_display(screen)

@@ -71,7 +71,7 @@ def without_a_tree(repository: Path, program: Path) -> None:
         git(repository, "config", key, value)
 
 
-def test_no_program_that_a_repository_names_is_run(tmp_path):
+def test_no_program_that_a_repository_names_is_run(tmp_path: Path) -> None:
     """Neither by reading its state nor by a run; `git status` would start it."""
     repository, sprung = make_repository(tmp_path / "code"), tmp_path / "sprung"
     program = tmp_path / "trap.sh"
@@ -94,7 +94,7 @@ def test_no_program_that_a_repository_names_is_run(tmp_path):
 
 
 @pytest.mark.parametrize("hashes", ["sha1", "sha256"])
-def test_commit_and_branch_are_those_that_git_says(hashes, tmp_path):
+def test_commit_and_branch_are_those_that_git_says(hashes: str, tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", "-b", "trunk")
     assert read_git_state(tmp_path) == {"commit": None, "branch": "trunk"}  # before the first one
     folder = make_repository(tmp_path / "main", f"--object-format={hashes}")
@@ -113,7 +113,9 @@ def test_commit_and_branch_are_those_that_git_says(hashes, tmp_path):
 HEADS = ["ref: ../../secret", "ref: refs/heads/../../../secret", "ref: refs/heads/.invalid", "x"]
 
 
-def test_damage_and_a_pipe_are_no_state_and_nothing_outside_the_repository_is_read(tmp_path):
+def test_damage_and_a_pipe_are_no_state_and_nothing_outside_the_repository_is_read(
+    tmp_path: Path,
+) -> None:
     repository = make_repository(tmp_path / "code")
     (tmp_path / "secret").write_text("0" * 40)
     head, trunk = repository / ".git/HEAD", repository / ".git/refs/heads/trunk"

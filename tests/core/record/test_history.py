@@ -1,12 +1,17 @@
 """What went wrong in a run: said once, counted, and kept."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from runner.core.record import history
 from runner.core.record.history import HISTORY_FILE, History
 
 
-def test_a_repeated_fault_is_logged_once_and_counted(tmp_path, caplog):
+def test_a_repeated_fault_is_logged_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     faults = History(tmp_path)
     assert History.read(tmp_path) == []
     for step in range(1, 31):
@@ -25,7 +30,7 @@ def test_a_repeated_fault_is_logged_once_and_counted(tmp_path, caplog):
     assert History.read(tmp_path) == []
 
 
-def test_counters_in_a_checkpoint_continue(tmp_path):
+def test_counters_in_a_checkpoint_continue(tmp_path: Path) -> None:
     before, after = History(tmp_path), History(tmp_path)
     before.add("leak", "grows by 5 KB", step=5, category="memory", say=False)
     before.explain(8, "x has a NaN in sample 3")  # its numbers have not reached the host yet
@@ -36,7 +41,9 @@ def test_counters_in_a_checkpoint_continue(tmp_path):
     assert after.causes == {8: "x has a NaN in sample 3"} and after.explained_steps == {8}
 
 
-def test_many_different_faults_stay_bounded(tmp_path, monkeypatch):
+def test_many_different_faults_stay_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(history, "MAX_FAULTS", 3)
     faults = History(tmp_path)
     for letter in "abcde":

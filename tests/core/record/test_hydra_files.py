@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,7 @@ from runner.core.record.hydra_files import (
 )
 
 
-def test_usual_keys_and_typed_ones_are_columns_where_they_have_a_value():
+def test_usual_keys_and_typed_ones_are_columns_where_they_have_a_value() -> None:
     settings = {"seed": 0, "optimizer.ema": None, "data.path": "/x", "optimizer.lr": float("inf")}
     assert hparam_columns(settings, {}, {}) == ({"seed": 0}, DEFAULT_COLUMNS)
     typed = {"data.path": "/x", "debug": "full", "optimizer.ema": "null", "monitoring.every": "1"}
@@ -34,7 +35,7 @@ DAMAGE = [b"", b"\xff\xfe\x00", b"a: [1", b"!!python/name:os.system\n", b"- *x",
 DAMAGE += [b"[" * 100_000, b"- seed=1\n" * 100_000, *(b"- !!" + value for value in TAGGED)]
 
 
-def test_what_hydra_wrote_is_read_and_damage_is_nothing(tmp_path):
+def test_what_hydra_wrote_is_read_and_damage_is_nothing(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     overrides, config = tmp_path / ".hydra/overrides.yaml", tmp_path / ".hydra/config.yaml"
     overrides.write_text("- +a.b=1\n- model=mlp\n- ~x\n- c=p=q\n")
@@ -57,12 +58,16 @@ def test_what_hydra_wrote_is_read_and_damage_is_nothing(tmp_path):
         (["study.py", "--quick"], "python study.py --quick"),
     ],
 )
-def test_the_command_runs_again_in_a_shell(argv, expected, monkeypatch):
+def test_the_command_runs_again_in_a_shell(
+    argv: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", argv)
     assert provenance.command() == expected
 
 
-def test_each_session_of_a_resumed_run_is_kept_unless_the_record_is_damaged(tmp_path):
+def test_each_session_of_a_resumed_run_is_kept_unless_the_record_is_damaged(
+    tmp_path: Path,
+) -> None:
     for damaged, count in (("", 1), ("", 2), ("[1, 2", 1)):
         if damaged:
             (tmp_path / "provenance.json").write_text(damaged)

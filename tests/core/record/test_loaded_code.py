@@ -63,7 +63,7 @@ def record(run: Path, *sessions: dict[str, object]) -> Path:
     return run
 
 
-def test_a_run_records_the_modules_of_a_trusted_package_and_those_beside_it(folder):
+def test_a_run_records_the_modules_of_a_trusted_package_and_those_beside_it(folder: Path) -> None:
     with build(compose(TYPED), folder / "run") as run:
         train(run)
     (session,) = json.loads((folder / "run" / "provenance.json").read_text())["sessions"]
@@ -71,13 +71,13 @@ def test_a_run_records_the_modules_of_a_trusted_package_and_those_beside_it(fold
     assert session["modules"] == {name: sha256(file) for name, file in files.items()}
 
 
-def test_a_run_without_code_of_the_user_records_no_modules():
+def test_a_run_without_code_of_the_user_records_no_modules() -> None:
     assert digest_modules(user_packages({"security.trusted": [], "model._target_": None})) == {}
     assert user_packages({"model._target_": "torch.nn.Linear"}) == set()
     assert user_packages({"model._target_": "near_mine.Net"}) == {"near_mine"}  # security=off
 
 
-def test_of_an_installed_package_its_own_modules_are_recorded_alone(folder):
+def test_of_an_installed_package_its_own_modules_are_recorded_alone(folder: Path) -> None:
     importlib.import_module("near_mine")
     assert set(digest_modules({"omegaconf.errors"})) == {"omegaconf.errors"}
     package = folder / "deep_package"
@@ -89,7 +89,7 @@ def test_of_an_installed_package_its_own_modules_are_recorded_alone(folder):
     assert set(digest_modules({"deep_package"})) == beside
 
 
-def test_a_module_that_is_loaded_in_the_run_is_added_and_a_known_one_is_kept(folder):
+def test_a_module_that_is_loaded_in_the_run_is_added_and_a_known_one_is_kept(folder: Path) -> None:
     importlib.import_module("near_mine")
     session = provenance.record(folder, None, {"near_mine"}, step=3)
     before = sha256(folder / "near_helper.py")
@@ -102,7 +102,9 @@ def test_a_module_that_is_loaded_in_the_run_is_added_and_a_known_one_is_kept(fol
     assert stored["step"] == 3
 
 
-def test_beyond_the_limits_sizes_are_recorded_and_compared(folder, monkeypatch):
+def test_beyond_the_limits_sizes_are_recorded_and_compared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digests, "MAX_FILES", 1)
     importlib.import_module("near_mine")
     modules = digest_modules({"near_mine"})
@@ -115,7 +117,9 @@ def test_beyond_the_limits_sizes_are_recorded_and_compared(folder, monkeypatch):
     assert set(map(type, digest_modules({"near_mine"}).values())) == {int}
 
 
-def test_a_changed_file_is_found_without_importing_and_without_paths_of_the_record(folder):
+def test_a_changed_file_is_found_without_importing_and_without_paths_of_the_record(
+    folder: Path,
+) -> None:
     then = sha256(folder / "near_helper.py")
     modules: dict[str, object] = {"near_helper": then, "gone": "0" * 64, "../near_mine": "0" * 64,
                                   "/etc/passwd": "0" * 64, "near_mine.x.y": "0" * 64,
@@ -128,14 +132,14 @@ def test_a_changed_file_is_found_without_importing_and_without_paths_of_the_reco
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"sessions": [{}]}', '{"sessions": [{"modules": 3}]}'])
-def test_without_a_record_nothing_differs(text, folder):
+def test_without_a_record_nothing_differs(text: str, folder: Path) -> None:
     assert changed_files(folder) == []
     (folder / "provenance.json").write_text(text)
     assert changed_files(folder) == []
     assert changed_files(folder, 7) == []
 
 
-def test_a_checkpoint_is_compared_with_the_session_that_wrote_it(folder):
+def test_a_checkpoint_is_compared_with_the_session_that_wrote_it(folder: Path) -> None:
     now, other = sha256(folder / "near_mine.py"), "0" * 64
     sessions = [{"step": s, "modules": {"near_mine": x}} for s, x in ((0, other), (160, now))]
     run = record(folder / "run", *sessions)
@@ -147,7 +151,9 @@ def test_a_checkpoint_is_compared_with_the_session_that_wrote_it(folder):
 @pytest.mark.parametrize(
     "typed", [["training.steps=6"], ["job=evaluate"], ["job=evaluate", "weights"]], ids=" ".join
 )
-def test_a_resume_and_an_evaluation_with_other_code_name_the_file(typed, folder, caplog):
+def test_a_resume_and_an_evaluation_with_other_code_name_the_file(
+    typed: list[str], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_folder = Path("outputs/run")
     with build(compose(TYPED), run_folder) as run:
         train(run)
@@ -162,7 +168,7 @@ def test_a_resume_and_an_evaluation_with_other_code_name_the_file(typed, folder,
         assert "near_helper.py: the code differs from that of the run in" in caplog.text
 
 
-def test_a_finished_job_runs_again_if_a_module_beside_a_trusted_one_changed(folder):
+def test_a_finished_job_runs_again_if_a_module_beside_a_trusted_one_changed(folder: Path) -> None:
     job_folder = folder / "0"
     record(job_folder, {"step": 0, "modules": {"near_helper": sha256(folder / "near_helper.py")}})
     Summary("done").write(job_folder)
@@ -182,7 +188,7 @@ def own_data(*typed: str) -> list[str]:
     return [*TYPED, "data._target_=near_mine.Table", *typed]
 
 
-def test_files_that_a_user_s_data_set_names_are_in_the_hash_of_a_job(folder):
+def test_files_that_a_user_s_data_set_names_are_in_the_hash_of_a_job(folder: Path) -> None:
     (folder / "d.npz").write_bytes(b"1")
     (folder / "parts").mkdir()
     (folder / "parts" / "a.txt").write_text("a")
@@ -201,7 +207,7 @@ def test_files_that_a_user_s_data_set_names_are_in_the_hash_of_a_job(folder):
     assert len({before, changed, hash_now()}) == 3
 
 
-def test_outputs_and_caches_in_a_data_set_s_folder_do_not_count(folder):
+def test_outputs_and_caches_in_a_data_set_s_folder_do_not_count(folder: Path) -> None:
     stamp = file_stamp(folder, MAX_ENTRIES)
     for path in (folder / "outputs" / "x", folder / "__pycache__" / "y"):
         path.parent.mkdir()
@@ -210,7 +216,9 @@ def test_outputs_and_caches_in_a_data_set_s_folder_do_not_count(folder):
     assert file_stamp(folder, MAX_ENTRIES) == stamp != ""
 
 
-def test_a_folder_with_too_many_entries_counts_as_not_stamped(folder, monkeypatch):
+def test_a_folder_with_too_many_entries_counts_as_not_stamped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "parts").mkdir()
     for number in range(4):
         (folder / "parts" / str(number)).touch()
@@ -221,8 +229,8 @@ def test_a_folder_with_too_many_entries_counts_as_not_stamped(folder, monkeypatc
 
 
 def test_a_module_in_folders_without_init_is_found_though_they_are_not_imported(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "outer" / "inner" / "code.py"
     place.parent.mkdir(parents=True)
     place.write_text("")

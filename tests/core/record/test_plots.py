@@ -14,7 +14,7 @@ def has(picture: np.ndarray, colour: str) -> bool:
     return bool((picture == pixel).all(2).any())
 
 
-def test_layers_of_any_number_are_drawn_with_their_colours():
+def test_layers_of_any_number_are_drawn_with_their_colours() -> None:
     values = [1e-3, None, 0.0, math.inf, math.nan]
     names = [f"blocks.{i}.attention.mixing_of_heads.$x^" for i in range(5)]
     picture = plots.gradient_flow(names, values, values, [BLUE] * 3 + [RED] * 2, {"fine": BLUE}, 7)

@@ -45,7 +45,7 @@ def steps(folder: Path) -> list[object]:
     return [row["step"] for row in rows(folder)]
 
 
-def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path):
+def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path: Path) -> None:
     recorder = opened(tmp_path)
     recorder.scalars(10, "train", {"loss": 0.5, "lr": 1e-3})
     assert steps(tmp_path) == [10]  # before it is closed
@@ -58,7 +58,7 @@ def test_a_row_is_one_line_of_strict_json_and_names_what_was_not_finite(tmp_path
     ]  # fmt: skip
 
 
-def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path):
+def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     first = opened(tmp_path)
     write(first, [10])
     first.scalars(10, "val", {"loss": 1.0})
@@ -77,7 +77,9 @@ def test_a_resume_cuts_off_exactly_what_came_after_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("offset", [None, 10**9, 2**61, 5])
 @pytest.mark.parametrize("torn", [b"", bytes(3 * 2**20)], ids=["whole", "no line ends"])
-def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(tmp_path, offset, torn):
+def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(
+    tmp_path: Path, offset: int | None, torn: bytes
+) -> None:
     first = opened(tmp_path)
     write(first, [10, 20, 30])
     first.close()
@@ -87,7 +89,9 @@ def test_an_offset_that_does_not_fit_is_replaced_by_the_steps_in_the_file(tmp_pa
     assert steps(tmp_path) == [10, 20, 30][: 3 if torn else 2]
 
 
-def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
+def test_without_a_folder_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     recorder = opened(None, config=MonitoringConfig())
     write(recorder, [1])
@@ -97,7 +101,9 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert recorder.position() == 0 and list(tmp_path.iterdir()) == []
 
 
-def test_a_deleted_folder_is_logged_once_per_file_and_the_run_continues(tmp_path, caplog):
+def test_a_deleted_folder_is_logged_once_per_file_and_the_run_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (folder := tmp_path / "run").mkdir()
     recorder = opened(folder, config=MonitoringConfig())
     write(recorder, [1])
@@ -136,7 +142,7 @@ def record_on_a_full_disk(folder: Path, room_again: int) -> tuple[dict[str, int]
     return *json.loads(done.stdout), done.stderr
 
 
-def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path):
+def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_path: Path) -> None:
     faults, position, warned = record_on_a_full_disk(tmp_path, 0)
     size, written = (tmp_path / "metrics.jsonl").stat().st_size, steps(tmp_path)
     assert written == list(range(1, len(written) + 1))
@@ -145,7 +151,7 @@ def test_a_disk_that_fills_up_leaves_whole_rows_and_a_readable_event_file(tmp_pa
     assert warned.count("cannot be written, the run continues") == 2
 
 
-def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_path):
+def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_path: Path) -> None:
     faults, position, warned = record_on_a_full_disk(tmp_path, 150)
     assert faults == {} and position == (tmp_path / "metrics.jsonl").stat().st_size
     assert steps(tmp_path) == list(range(1, 200))
@@ -156,7 +162,9 @@ def test_rows_that_a_full_disk_refused_are_written_when_there_is_room_again(tmp_
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_files_that_could_not_be_opened_at_the_start_are_opened_later(tmp_path, resumed):
+def test_files_that_could_not_be_opened_at_the_start_are_opened_later(
+    tmp_path: Path, resumed: bool
+) -> None:
     first = opened(tmp_path, config=MonitoringConfig())
     write(first, range(1, 8))
     first.close()
@@ -177,7 +185,9 @@ def test_files_that_could_not_be_opened_at_the_start_are_opened_later(tmp_path, 
     assert [value for _, value in scalars(tmp_path, "watch_train/loss")] == losses
 
 
-def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_text_that_cannot_be_put_in_place_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **folders: int) -> None:
         raise OSError("no space")
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,7 +118,7 @@ def command(folder: Path, sinks: str, *more: str) -> list[str]:
     return [sys.executable, "-m", "runner", *typed]
 
 
-def test_a_class_of_the_users_gets_every_row_the_report_and_the_end(tmp_path):
+def test_a_class_of_the_users_gets_every_row_the_report_and_the_end(tmp_path: Path) -> None:
     target = f"{{_target_: {__name__}.Listed}}"
     package = __name__.partition(".")[0]
     config = compose([*SHORT, f"monitoring.sinks=[{target}]", f"security.trusted=[{package}]"])
@@ -139,7 +140,9 @@ def mirror(recorder: Recorder, sink: Sink, folder: Path, timeout_s: float) -> Si
 
 
 @pytest.mark.parametrize("trouble", [{"fails_at": 5}, {"hangs": True}])
-def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(trouble, tmp_path, caplog):
+def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(
+    trouble: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     sink = Listed(**trouble)
     recorder = Recorder(tmp_path, MonitoringConfig(tensorboard=False))
     recorder.open()
@@ -158,7 +161,7 @@ def test_a_sink_that_fails_or_hangs_is_one_warning_and_a_count(trouble, tmp_path
     assert len(warnings) == 1 and "the run continues without it" in warnings[0]
 
 
-def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path):
+def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path: Path) -> None:
     """Held up to step 30, the checkpoint was at 20, the record lacks nothing up to there."""
 
     class Resumed(Listed):
@@ -181,7 +184,9 @@ def test_a_sink_that_is_resumed_gets_what_it_lacks_and_nothing_twice(tmp_path):
     assert sink.rows[0].values == {"loss": math.inf}
 
 
-def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(monkeypatch):
+def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(hook, "find_spec", lambda name: None)
     for name in ("mlflow", "wandb"):
         said = rf"^monitoring.sinks: .*pip install 'hydra-torch-runner\[{name}\]'"
@@ -195,8 +200,8 @@ def test_a_missing_package_and_a_wrong_name_are_said_with_the_key(monkeypatch):
 @pytest.mark.filterwarnings("ignore")  # of their libraries
 @pytest.mark.skipif(not (find_spec("mlflow") and find_spec("wandb")), reason="needs the extras")
 def test_a_run_that_is_killed_and_resumed_is_one_run_in_both_with_its_numbers_and_no_secret(
-    uri, tmp_path, monkeypatch
-):
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow import MlflowClient
 
     table = tmp_path / "hush-hush-1234567.csv"

@@ -29,7 +29,7 @@ def read(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder), size_guidance={"tensors": 0, "scalars": 0}).Reload()
 
 
-def test_after_a_resume_no_step_appears_twice(tmp_path):
+def test_after_a_resume_no_step_appears_twice(tmp_path: Path) -> None:
     first = opened(tmp_path)
     for step in (10, 20, 30):
         first.scalars(step, "train", {"loss": 1.0})
@@ -51,8 +51,8 @@ def test_after_a_resume_no_step_appears_twice(tmp_path):
 
 
 def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_later_ones_of_its_own(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     first = opened(tmp_path)
     first.text("faults/history", "a", 10)
     first.scalars(20, "train", {"loss": 1.0})
@@ -75,7 +75,9 @@ def test_a_resumed_run_truncates_its_event_file_to_the_checkpoint_and_deletes_la
 
 
 @pytest.mark.parametrize("position", [None, 3, ["../x", 1], ["metrics.jsonl", 1], ["a", "b"]])
-def test_a_position_that_names_no_event_file_leaves_all_files(position, tmp_path):
+def test_a_position_that_names_no_event_file_leaves_all_files(
+    position: object, tmp_path: Path
+) -> None:
     first = opened(tmp_path)
     first.scalars(1, "train", {"loss": 1.0})
     first.close()
@@ -84,7 +86,7 @@ def test_a_position_that_names_no_event_file_leaves_all_files(position, tmp_path
     assert (tmp_path / "metrics.jsonl").read_text().count("step") == 1
 
 
-def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path):
+def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path: Path) -> None:
     given = {"lr": 0.1, "name": "a\udcff", "amp": True}
     for start, status in ((0, "failed"), (10, "done")):
         recorder = opened(tmp_path, start)
@@ -105,7 +107,9 @@ def test_a_run_is_one_row_of_hparams_however_often_it_is_resumed(tmp_path):
     assert (metric.name.tag, metric.display_name) == ("val/accuracy", "accuracy (last)")
 
 
-def test_a_row_of_hparams_that_had_to_wait_is_whole(tmp_path, monkeypatch):
+def test_a_row_of_hparams_that_had_to_wait_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorder, write, refused = opened(tmp_path), os.write, [True]
 
     def full_once(descriptor: int, data: bytes) -> int:
@@ -121,7 +125,7 @@ def test_a_row_of_hparams_that_had_to_wait_is_whole(tmp_path, monkeypatch):
     assert tags.keys() == {"_hparams_/experiment", "_hparams_/session_start_info"}
 
 
-def test_texts_and_pictures_come_back_as_they_went_in(tmp_path):
+def test_texts_and_pictures_come_back_as_they_went_in(tmp_path: Path) -> None:
     picture = np.random.default_rng(0).integers(0, 255, (5, 7, 3), dtype=np.uint8)
     recorder = opened(tmp_path)
     recorder.text("about/config", "# größe\udcff", 0)
@@ -138,7 +142,7 @@ def test_texts_and_pictures_come_back_as_they_went_in(tmp_path):
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(png))), picture)
 
 
-def test_a_run_that_begins_again_in_its_folder_shows_no_step_twice(tmp_path):
+def test_a_run_that_begins_again_in_its_folder_shows_no_step_twice(tmp_path: Path) -> None:
     for run in (1.0, 2.0):
         recorder = opened(tmp_path)
         for step in (0, 10):

@@ -45,7 +45,7 @@ def marked(mark: str) -> tuple[str, int]:
     return __file__, next(i for i, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
 
 
-def test_an_error_is_placed_in_the_users_model_or_where_it_was_raised(tmp_path):
+def test_an_error_is_placed_in_the_users_model_or_where_it_was_raised(tmp_path: Path) -> None:
     with pytest.raises(TypeError) as raised:
         construct(Net, {"width": "abc"}, {"in_features": 4}, "model")
     text, *place = describe_error(raised.value)
@@ -57,19 +57,20 @@ def test_an_error_is_placed_in_the_users_model_or_where_it_was_raised(tmp_path):
     with pytest.raises(FileNotFoundError) as of_ours:
         read_record(tmp_path / "gone")
     trail = of_ours.value.__traceback__
+    assert trail is not None
     of_ours.value.__traceback__ = trail.tb_next  # without this test's own line
     text, file, _ = describe_error(of_ours.value)
     assert text.startswith("FileNotFoundError: ") and file != __file__
 
 
-def test_a_reason_that_is_too_long_ends_between_two_words():
+def test_a_reason_that_is_too_long_ends_between_two_words() -> None:
     reason = "torch 2.13.0 took 0.85 ms, e.g. for x.csv, and 1.25 more"
     for most in range(5, len(reason)):
         words = shorten(reason, most).removesuffix(" …").split()
         assert words == reason.split()[: len(words)]
 
 
-def test_a_quoted_command_is_read_back_unchanged_by_a_shell():
+def test_a_quoted_command_is_read_back_unchanged_by_a_shell() -> None:
     for name in NAMES:
         (word,) = shlex.split(quote_for_shell("data.path", name))
         assert parse_override(word).parsed.value() == name
@@ -77,7 +78,9 @@ def test_a_quoted_command_is_read_back_unchanged_by_a_shell():
         parse_override("data.path=häuser.csv")
 
 
-def test_a_long_text_keeps_its_beginning_and_its_end_and_no_part_of_a_secret(monkeypatch):
+def test_a_long_text_keeps_its_beginning_and_its_end_and_no_part_of_a_secret(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert limit_length("x" * LONGEST_TEXT) == "x" * LONGEST_TEXT
     monkeypatch.setattr(text, "mask_secrets", lambda value: value.replace("hidden", "${T}"))
     short = limit_length("a" * 47 + "hidden" + "b" * 1000 + "end", 100)
@@ -85,7 +88,7 @@ def test_a_long_text_keeps_its_beginning_and_its_end_and_no_part_of_a_secret(mon
     assert "characters left out" in short
 
 
-def test_a_long_exception_is_short_in_log_history_and_summary(tmp_path):
+def test_a_long_exception_is_short_in_log_history_and_summary(tmp_path: Path) -> None:
     error = ValueError("y" * 3_000_000)
     assert len(summarize_error(error)) < 5_000
     assert len(describe_error(raised(error))[0]) < 5_000

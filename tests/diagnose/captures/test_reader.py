@@ -23,7 +23,7 @@ FILES = ("state.pt", "manifest.json", "checkpoint/state.pt")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_named_with_its_file(folder, name):
+def test_damage_is_named_with_its_file(folder: Path, name: str) -> None:
     path = folder / name
     whole = path.read_bytes()
     half = len(whole) // 2
@@ -44,7 +44,7 @@ def forge_state(folder: Path, content: object) -> None:
     forge_file(folder, "state.pt", file.getvalue())
 
 
-def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder):
+def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder: Path) -> None:
     marker = folder / "marker"
     forge_state(folder, {"state": Mark(marker), "model": {}})
     with pytest.raises(SecurityError, match=r"state\.pt: refused.*mkdir"):
@@ -59,13 +59,13 @@ def test_a_pickle_that_runs_code_is_refused_though_its_manifest_fits(folder):
         *({"threads": "2"}, {"files": {"../../x": {"size": 1, "sha256": ""}}}),
     ],
 )
-def test_a_manifest_of_another_kind_is_refused(folder, changes):
+def test_a_manifest_of_another_kind_is_refused(folder: Path, changes: dict[str, object]) -> None:
     forge(folder, **changes)
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
         open_capture(folder)
 
 
-def test_a_state_of_another_shape_is_refused(folder):
+def test_a_state_of_another_shape_is_refused(folder: Path) -> None:
     good = torch.load(folder / "state.pt", weights_only=True)
     text = [{**good, "state": {**good["state"], **c}} for c in ({"grad_norm": "1"}, {"loss": []})]
     odd = ({"state": {"batch": (1, 2)}, "model": {}}, {"state": 3, "model": {}}, [1])

@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES.keys())
-def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(overrides, tmp_path):
+def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(
+    overrides: list[str], tmp_path: Path
+) -> None:
     moved, stayed, hook = taken(tmp_path, *overrides)
     assert moved.manifest.weights is CapturedWeights.again
     assert stayed.manifest.weights is CapturedWeights.then
@@ -40,7 +43,7 @@ def test_loss_gradients_and_weights_are_those_of_the_run_bit_by_bit(overrides, t
         assert torch.equal(again.batch[0], capture.batch[0])
 
 
-def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(tmp_path):
+def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(tmp_path: Path) -> None:
     trained(tmp_path, Taker([17], SKIPPED), "+model.saved=false")
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert float(capture.buffers["seen"]) == 15
@@ -48,19 +51,20 @@ def test_a_buffer_that_no_checkpoint_holds_is_in_the_capture(tmp_path):
         assert float(forward_backward(run, batch).loss) == capture.loss
 
 
-def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(tmp_path):
+def test_the_loss_scale_is_that_of_the_overflow_and_not_what_it_fell_to(tmp_path: Path) -> None:
     scale = f"optimization.amp.initial_scale={2.0**60}"
     fp16 = ["optimization=amp", "optimization.amp.dtype=fp16", scale, "training.steps=8"]
     trained(tmp_path, Taker([3]), *fp16)
     capture = open_capture(list_captures(tmp_path)[0])
     assert (capture.step, capture.manifest.weights) == (3, CapturedWeights.then)
     with reopen_run(capture, trusted=TRUSTED) as (run, batch):
+        assert run.update.scale is not None
         assert float(run.update.scale.value) == 2.0**58
         step = forward_backward(run, batch)
         assert float(step.loss) == capture.loss and bool(step.skipped)
 
 
-def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(tmp_path):
+def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(tmp_path: Path) -> None:
     amp = ["optimization.amp.enabled=true", "optimization.amp.dtype=fp16"]
     amp.append("optimization.measure=false")
     off = {"amp", "fused_optimizer"}
@@ -74,7 +78,7 @@ def test_a_technique_can_be_left_out_and_the_weights_stay_those_of_the_run(tmp_p
             assert loss == pytest.approx(capture.loss, rel=0.01) and loss != capture.loss
 
 
-def test_what_was_run_again_once_can_be_kept(made, tmp_path):
+def test_what_was_run_again_once_can_be_kept(made: Path, tmp_path: Path) -> None:
     moved, stayed = map(open_capture, list_captures(made))
     assert with_weights(stayed, tmp_path, TRUSTED) is stayed
     once = with_weights(moved, tmp_path / "settled", TRUSTED)
@@ -93,7 +97,9 @@ def test_what_was_run_again_once_can_be_kept(made, tmp_path):
         ({"training": {"steps": "many"}}, ConfigError),
     ],
 )
-def test_a_hostile_config_is_refused(made, changes, error, tmp_path):
+def test_a_hostile_config_is_refused(
+    made: Path, changes: dict[str, object], error: type[Exception], tmp_path: Path
+) -> None:
     folder = shutil.copytree(list_captures(made)[1], tmp_path / list_captures(made)[1].name)
     forge(folder, lambda body: body["config"].update(changes))
     trusted = TRUSTED if error is ConfigError else ["my_package"]

@@ -1,6 +1,7 @@
 """What a run writes of a bad step: bounded, whole, and nothing at all when it is healthy."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ POISON = "+data.poison=[50,90]"
 SHORT = "training.steps=8"
 
 
-def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_nothing(tmp_path):
+def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_nothing(
+    tmp_path: Path,
+) -> None:
     weights = []
     for enabled in ("true", "false"):
         capture = f"debug.capture.enabled={enabled}"
@@ -29,7 +32,9 @@ def test_a_healthy_run_writes_nothing_and_ends_in_the_bits_of_one_that_captures_
         assert torch.equal(value, weights[1][name]), name
 
 
-def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(tmp_path, caplog):
+def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     bounded = [POISON, "debug.capture.at_most=2"]
     summary = trained(tmp_path, None, *bounded)
@@ -58,8 +63,8 @@ def test_the_first_bad_steps_are_kept_and_no_more_also_after_a_resume(tmp_path, 
 
 
 def test_without_a_checkpoint_before_the_step_its_batch_is_captured_without_weights(
-    tmp_path, caplog
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained(tmp_path, Taker([6]), "checkpoint.enabled=false", SHORT)
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert capture.manifest.weights is CapturedWeights.later
@@ -71,7 +76,7 @@ def test_without_a_checkpoint_before_the_step_its_batch_is_captured_without_weig
     assert "repeated with newly initialised ones" in caplog.text
 
 
-def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path):
+def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path: Path) -> None:
     trained(tmp_path, Taker([6]), "checkpoint.keep=1", "training.steps=40")
     (capture,) = map(open_capture, list_captures(tmp_path))
     assert capture.manifest.checkpoint == 0
@@ -79,7 +84,9 @@ def test_a_linked_checkpoint_outlives_pruning_and_takes_no_room_before(tmp_path)
     assert capture.checkpoint().step == 0
 
 
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "debug").mkdir()
     (tmp_path / "debug" / "captures").write_text("in the way")
     hook = Taker([3, 5])
@@ -89,7 +96,9 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     assert len(warned) == 1
 
 
-def test_what_does_not_fit_the_bound_is_not_written_and_said_once(tmp_path, caplog):
+def test_what_does_not_fit_the_bound_is_not_written_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     hook = Taker([3, 5, 13])
     assert trained(tmp_path, hook, "debug.capture.mb=0.0001").status == "done"
     assert hook.taken == {3: None, 5: None, 13: None}
@@ -99,7 +108,7 @@ def test_what_does_not_fit_the_bound_is_not_written_and_said_once(tmp_path, capl
     assert not list_captures(tmp_path)
 
 
-def test_an_exception_in_the_model_is_captured_with_its_batch(tmp_path):
+def test_an_exception_in_the_model_is_captured_with_its_batch(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="my own mistake"):
         trained(tmp_path, None, "+model.fails=5")
     (capture,) = map(open_capture, list_captures(tmp_path))
@@ -109,7 +118,7 @@ def test_an_exception_in_the_model_is_captured_with_its_batch(tmp_path):
     assert fault["capture"] == "debug/captures/step_00000005" and "Traceback" in fault["traceback"]
 
 
-def test_a_capture_made_before_a_crash_is_not_made_again(tmp_path):
+def test_a_capture_made_before_a_crash_is_not_made_again(tmp_path: Path) -> None:
     trained(tmp_path, Taker([13]))
     before = (list_captures(tmp_path)[0] / "manifest.json").stat().st_mtime_ns
     for step in (16, 24):  # as if they had never been: step 13 comes again

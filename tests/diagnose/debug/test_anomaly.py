@@ -66,7 +66,7 @@ def trained(overrides: list[str], folder: Path | None, model: nn.Module | None =
     return runs.trained(*overrides, folder=folder, given=given, hooks=hooks)
 
 
-def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path):
+def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path: Path) -> None:
     model = Net(Root(), bad=(3, 5))
     summary = trained(ANOMALY, tmp_path, model)
     assert (summary.status, summary.skipped_steps, summary.faults["anomaly"]) == ("done", 2, 2)
@@ -83,7 +83,7 @@ def test_a_nan_in_backward_is_named_and_skipped_and_the_run_continues(tmp_path):
     assert "2 × " in found and found.endswith("every step")
 
 
-def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path):
+def test_raising_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
     overrides = [*ANOMALY, "debug.on_anomaly=raise"]
     with pytest.raises(GaveUp) as caught:
         trained(overrides, tmp_path, Net(Root(), bad=(3,)))
@@ -124,7 +124,9 @@ class Replaced(Net):
     ],
     ids=["NaN", "Inf"],
 )  # fmt: skip
-def test_what_a_forward_makes_is_told_from_what_it_does_to_backward(model, culprit, tmp_path):
+def test_what_a_forward_makes_is_told_from_what_it_does_to_backward(
+    model: Net, culprit: str, tmp_path: Path
+) -> None:
     summary = trained(ANOMALY, tmp_path, model)
     assert (summary.status, summary.faults["anomaly"]) == ("done", 1)
     (fault,) = runs.faults(tmp_path, "anomaly")
@@ -140,7 +142,9 @@ class Chatty(Root):
         return super().forward(x)
 
 
-def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(tmp_path):
+def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(
+    tmp_path: Path,
+) -> None:
     overrides = [*ANOMALY, "training.micro_batch=10"]
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("default")
@@ -153,14 +157,14 @@ def test_micro_batches_are_named_right_and_the_users_own_warnings_are_heard(tmp_
     assert not any("Error detected in" in text for text in said)
 
 
-def test_every_nth_step_is_watched_and_said_so(tmp_path):
+def test_every_nth_step_is_watched_and_said_so(tmp_path: Path) -> None:
     summary = trained([*ANOMALY, "debug.anomaly.every=2"], tmp_path, Net(Root(), bad=(3, 4)))
     assert summary.skipped_steps == 2
     assert [fault["steps"] for fault in runs.faults(tmp_path, "anomaly")] == [[4]]
     assert runs.finding(summary, "anomaly").endswith("every 2 steps")
 
 
-def test_another_error_stays_what_it_is():
+def test_another_error_stays_what_it_is() -> None:
     def broken(model: nn.Module, x: Tensor) -> Tensor:
         raise ValueError("my own mistake")
 
@@ -170,7 +174,9 @@ def test_another_error_stays_what_it_is():
 
 
 @pytest.mark.usefixtures("my_package")
-def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(tmp_path, caplog):
+def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     summary = trained([*ANOMALY[1:], *runs.NOISY, "+data.poison=[7]", "data.workers=0"], tmp_path)
     assert summary.status == "done"
     (fault,) = runs.faults(tmp_path, "anomaly")
@@ -182,7 +188,7 @@ def test_a_bad_batch_is_told_as_such_and_once_and_no_module_is_blamed(tmp_path, 
     assert summary.faults["non_finite"] == summary.faults["anomaly"]  # counted, if not said
 
 
-def test_a_target_that_is_no_number_is_told_as_such(tmp_path):
+def test_a_target_that_is_no_number_is_told_as_such(tmp_path: Path) -> None:
     loss = Computed(lambda _, output, target: (output.mean(1) - target).square().mean())
     given = Components(objective=CustomObjective(loss, "o"))
     with runs.opened(*ANOMALY, "training.steps=2", folder=tmp_path, given=given) as run:
@@ -202,7 +208,7 @@ def test_a_target_that_is_no_number_is_told_as_such(tmp_path):
 
 
 @pytest.mark.slow
-def test_watched_steps_leave_a_whole_step_graph(tmp_path):
+def test_watched_steps_leave_a_whole_step_graph(tmp_path: Path) -> None:
     compiled = "optimization=ultra debug.anomaly.every=5 optimization.measure=false"
     overrides = [*ANOMALY, *compiled.split(), "training.steps=20"]
 
@@ -222,7 +228,7 @@ def test_watched_steps_leave_a_whole_step_graph(tmp_path):
     assert "uncompiled" in runs.finding(Summary.read(tmp_path), "anomaly")
 
 
-def test_the_cost_of_checking_every_step_is_unknown():
+def test_the_cost_of_checking_every_step_is_unknown() -> None:
     typed = ("data=cancer", "optimization=none", "training.steps=2", "debug=anomaly")
     summary = runs.trained(*typed)
     (cost,) = (row for row in summary.tools if row.name == "anomaly")
@@ -232,7 +238,7 @@ def test_the_cost_of_checking_every_step_is_unknown():
     assert "less than 0.1% of the run" in _format_tool(Cost("x", 1, 0.04), summary)
 
 
-def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others():
+def test_the_cost_is_the_time_of_checked_steps_beyond_the_median_of_the_others() -> None:
     typed = ("data=cancer", "optimization=none", "training.steps=40", "debug=anomaly")
     with runs.opened(*typed, "debug.anomaly.every=10") as run:
         summary = train(run)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,7 +97,9 @@ def by_name(checks: list[GradientCheck]) -> dict[str, GradientCheck]:
 @pytest.mark.parametrize(
     ("function", "leaf", "ratio"), [(Doubled, "by", 2.0), (Turned, "input", -1)]
 )
-def test_a_wrong_backward_is_found_by_module_and_input(function, leaf, ratio):
+def test_a_wrong_backward_is_found_by_module_and_input(
+    function: type[Scale], leaf: str, ratio: float
+) -> None:
     checks = by_name(checked(Own(function), images(), cross_entropy))
     wrong = checks["tail.scale"]
     assert (wrong.of, wrong.result, wrong.where) == ("Scaling", "wrong", leaf)
@@ -121,7 +124,7 @@ def in_float32(model: Any, x: Tensor) -> Tensor:
     return model.weight * y.to(x.dtype)
 
 
-def test_gradcheck_passes_every_correct_backward():
+def test_gradcheck_passes_every_correct_backward() -> None:
     checks = checked(Own(), images(), cross_entropy)
     assert [check.name for check in checks] == ["objective", "tail.scale", "tail", "Own"]
     assert {c.result for c in checks} == {"passed"}
@@ -147,7 +150,7 @@ def test_gradcheck_passes_every_correct_backward():
     assert (loss.name, loss.result) == ("objective", "passed")
 
 
-def test_a_small_gradient_is_checked_as_well_as_a_large_one():
+def test_a_small_gradient_is_checked_as_well_as_a_large_one() -> None:
     """Also where it is far below the absolute tolerance of torch.autograd.gradcheck."""
     by = nn.Parameter(torch.tensor([1.5]))
     small = Computed(lambda model, x: 1e-9 * Doubled.apply(x, model.by), by=by)
@@ -155,7 +158,7 @@ def test_a_small_gradient_is_checked_as_well_as_a_large_one():
     assert (check.result, check.where) == ("wrong", "by")
 
 
-def test_what_cannot_be_checked_says_why():
+def test_what_cannot_be_checked_says_why() -> None:
     calls = itertools.count(1)
     drifting = Computed(lambda model, x: model.layer(x) * next(calls), layer=nn.Linear(16, 4))
     for model, batch, budget_s, reason in (
@@ -172,7 +175,7 @@ def halved(output: Tensor, target: Tensor) -> Tensor:
     return (error * error.detach()).mean()
 
 
-def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_passes():
+def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_passes() -> None:
     wrong = by_name(checked(Own(), images(), halved))["objective"]
     assert (wrong.of, wrong.result, wrong.where) == ("halved", "wrong", "input")
     weighted = nn.CrossEntropyLoss(weight=torch.rand(10) + 0.5, label_smoothing=0.1)
@@ -181,7 +184,7 @@ def test_an_objective_of_the_users_that_is_wrong_is_found_and_one_that_is_right_
 
 
 @pytest.mark.parametrize("named", ["tail.scale", "Scaling"])
-def test_a_deliberate_non_derivative_is_left_out_with_its_module(named):
+def test_a_deliberate_non_derivative_is_left_out_with_its_module(named: str) -> None:
     checks = checked(Own(Doubled), images(), cross_entropy, skip=[named])
     assert [(check.name, check.result) for check in checks] == [("objective", "passed")]
 
@@ -200,7 +203,9 @@ def test_a_deliberate_non_derivative_is_left_out_with_its_module(named):
     ],
     ids=["cnn", "gpt, recomputed"],
 )
-def test_our_own_models_and_objectives_pass_and_train_the_same_weights(overrides, tmp_path):
+def test_our_own_models_and_objectives_pass_and_train_the_same_weights(
+    overrides: list[str], tmp_path: Path
+) -> None:
     short = [*RUN, "training.steps=2", "data.validation_samples=8", *overrides]
     ends = []
     for more in ("budget_s=1000", "enabled=false"):
@@ -212,7 +217,9 @@ def test_our_own_models_and_objectives_pass_and_train_the_same_weights(overrides
     assert runs.differences(*ends) == []
 
 
-def test_a_run_with_a_wrong_backward_says_so_and_trains_on(tmp_path, caplog):
+def test_a_run_with_a_wrong_backward_says_so_and_trains_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with runs.opened(*RUN, folder=tmp_path, given=Components(model=Own(Doubled))) as run:
         summary = train(run)
     assert summary.status == "done" and summary.steps == 4
@@ -225,7 +232,7 @@ def test_a_run_with_a_wrong_backward_says_so_and_trains_on(tmp_path, caplog):
     assert tool.finding == "2 checked, 1 wrong: tail.scale; 2 could not be checked"
 
 
-def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path):
+def test_with_on_anomaly_raise_the_run_ends_before_its_first_step(tmp_path: Path) -> None:
     given = Components(model=Own(), objective=CustomObjective(halved, "halved"))
     with runs.opened(*RUN, "debug.on_anomaly=raise", folder=tmp_path, given=given) as run:
         with pytest.raises(NotVerified, match=r"objective \(halved\).*debug.gradcheck.skip"):

@@ -53,7 +53,7 @@ def rows(folder: Path, kind: str = "layers") -> list[dict[str, Any]]:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def test_the_numbers_are_those_of_the_definitions():
+def test_the_numbers_are_those_of_the_definitions() -> None:
     model = mlp()
     model(torch.randn(8, 64)).square().mean().backward()
     with torch.no_grad():
@@ -62,6 +62,7 @@ def test_the_numbers_are_those_of_the_definitions():
     report = check_gradients(model)
     for layer, (name, parameter) in zip(report.layers, model.named_parameters(), strict=True):
         gradient = parameter.grad
+        assert gradient is not None
         assert layer.name == name
         assert layer.largest == pytest.approx(float(gradient.abs().max()))
         assert layer.zeros == pytest.approx(float((gradient == 0).float().mean()), abs=1e-7)
@@ -75,7 +76,7 @@ def test_the_numbers_are_those_of_the_definitions():
     assert report.problems == ["layers.3.bias: not finite"]
 
 
-def test_sparse_complex_half_and_empty_gradients_have_their_own_statistics():
+def test_sparse_complex_half_and_empty_gradients_have_their_own_statistics() -> None:
     model = nn.Module()
     model.table = nn.Embedding(10, 4, sparse=True)
     model.spectrum = nn.Parameter(torch.ones(3, dtype=torch.complex64))
@@ -93,7 +94,7 @@ def test_sparse_complex_half_and_empty_gradients_have_their_own_statistics():
     assert (none.state, none.norm, none.zeros) == (LayerState.FINE, None, None)
 
 
-def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named():
+def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named() -> None:
     model = mlp(unused=True)
     optimizer = torch.optim.SGD(model.layers[1].parameters(), 0.1)
     model(torch.randn(8, 64)).sum().backward()
@@ -121,7 +122,7 @@ def test_what_no_optimizer_has_and_what_gets_no_gradient_are_named():
         ),
     ],
 )
-def test_each_bound_can_be_set(bounds, state):
+def test_each_bound_can_be_set(bounds: dict[str, FaultThresholds], state: LayerState) -> None:
     model = mlp()
     model(torch.randn(8, 64)).sum().backward()
     assert check_gradients(model, config=GradientsConfig(**bounds)).layers[0].state is state
@@ -130,7 +131,7 @@ def test_each_bound_can_be_set(bounds, state):
 # -- in a run --------------------------------------------------------------------------------------
 
 
-def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path):
+def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path: Path) -> None:
     plain = (
         "optimization=none optimizer.name=SGD optimizer.lr=0.1 optimizer.weight_decay=0 "
         "stability.clip_norm=null schedule=constant training.steps=2 model=mlp"
@@ -141,7 +142,7 @@ def test_the_update_ratio_is_how_far_the_weights_moved(tmp_path):
         assert rate == pytest.approx(0.1, rel=0.02) or row["norm"] < 1e-6
 
 
-def test_an_fp16_loss_scale_is_divided_out(tmp_path):
+def test_an_fp16_loss_scale_is_divided_out(tmp_path: Path) -> None:
     def first_look(folder: Path, *more: str) -> list[float]:
         trained([*LOOKING, "model=mlp", "training.steps=2", "debug.every=1", *more], folder)
         return [row["norm"] for row in rows(folder) if row["step"] == 1]
@@ -151,7 +152,9 @@ def test_an_fp16_loss_scale_is_divided_out(tmp_path):
     assert scaled == pytest.approx(first_look(tmp_path / "b", "optimization=none"), rel=0.05)
 
 
-def test_dying_units_and_unused_parameters_are_named_once_and_counted(tmp_path, caplog):
+def test_dying_units_and_unused_parameters_are_named_once_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = mlp(unused=True)
     with torch.no_grad():
         model.layers[1].bias[:20] = -100.0
@@ -174,7 +177,7 @@ def test_dying_units_and_unused_parameters_are_named_once_and_counted(tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path):
+def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     hidden = [m for _ in range(10) for m in (nn.Linear(16, 16), nn.Sigmoid())]
     summary = trained(LOOKING, tmp_path, Net(nn.Linear(64, 16), *hidden, nn.Linear(16, 10)))
@@ -184,7 +187,7 @@ def test_a_layer_behind_saturated_sigmoids_vanishes_in_a_run(tmp_path):
     assert "layers.1.weight" in named and "layers.22.weight" not in named
 
 
-def test_an_exploding_gradient_is_named(tmp_path):
+def test_an_exploding_gradient_is_named(tmp_path: Path) -> None:
     calls, model = itertools.count(), mlp()
 
     def amplify(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -197,7 +200,7 @@ def test_an_exploding_gradient_is_named(tmp_path):
     assert summary.faults["exploding_gradient"] > 0
 
 
-def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path):
+def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path: Path) -> None:
     class Odd(Net):
         calls = 0
 
@@ -230,7 +233,9 @@ def test_frozen_and_tied_weights_and_those_trained_now_and_then(tmp_path):
         ("60", "no problems found"),
     ],
 )  # fmt: skip
-def test_too_few_looks_are_said_and_a_short_run_has_enough(steps, found, tmp_path):
+def test_too_few_looks_are_said_and_a_short_run_has_enough(
+    steps: str, found: str, tmp_path: Path
+) -> None:
     short = [*DIGITS, "model=mlp", "optimization=none", "debug=gradients"]
     short += f"training.steps={steps}".split()
     summary = trained(short, tmp_path)
@@ -240,7 +245,9 @@ def test_too_few_looks_are_said_and_a_short_run_has_enough(steps, found, tmp_pat
         assert next(tool.looks for tool in summary.tools if tool.name == "gradients") == 6
 
 
-def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(tmp_path):
+def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(
+    tmp_path: Path,
+) -> None:
     model = mlp()
     factors = iter([1.0])
     model.layers[3].bias.register_hook(lambda g: g * next(factors, math.nan))
@@ -251,7 +258,7 @@ def test_a_skipped_step_says_which_layer_is_not_finite_and_nothing_of_updates(tm
     assert runs.finding(summary, "gradients") == "layers.3.bias: not finite"
 
 
-def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path):
+def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     trained([*LOOKING, "model=mlp", "debug.max_iterations=7"], tmp_path / "rests")
     assert {row["step"] for row in rows(tmp_path / "rests")} == {2, 4, 6}
     (tmp_path / "debug").write_text("in the way")
@@ -270,7 +277,9 @@ def test_it_rests_after_max_iterations_and_a_full_disk_ends_nothing(tmp_path):
     ],
 )
 @pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.ReLU6()])
-def test_units_of_a_relu_are_channels_or_features(layer, shape, units, activation):
+def test_units_of_a_relu_are_channels_or_features(
+    layer: nn.Module, shape: tuple[int, ...], units: int, activation: nn.Module
+) -> None:
     with torch.no_grad():
         layer.bias[:2] = -100.0
     model = nn.Sequential(layer, activation)
@@ -283,7 +292,7 @@ def test_units_of_a_relu_are_channels_or_features(layer, shape, units, activatio
     assert seen.counts_by_layer(dead.tolist()) == {"0": (2, units)}
 
 
-def test_a_skipped_step_and_a_few_samples_say_nothing_of_units():
+def test_a_skipped_step_and_a_few_samples_say_nothing_of_units() -> None:
     model = nn.Linear(4, 6)
     with torch.no_grad():
         model.bias[:] = -100.0
@@ -299,7 +308,7 @@ def test_a_skipped_step_and_a_few_samples_say_nothing_of_units():
 
 
 @pytest.mark.slow
-def test_it_works_beside_a_whole_step_graph(tmp_path):
+def test_it_works_beside_a_whole_step_graph(tmp_path: Path) -> None:
     overrides = ["optimization=ultra", "model=mlp", "debug=full", "training.steps=60"]
     overrides.append("optimization.measure=false")
     with runs.opened(*DIGITS, *overrides, folder=tmp_path) as run:
@@ -314,7 +323,7 @@ def test_it_works_beside_a_whole_step_graph(tmp_path):
     assert findings["anomaly"].startswith("no NaN or Inf")
 
 
-def test_a_resumed_run_draws_the_last_inspection_though_none_follows(tmp_path):
+def test_a_resumed_run_draws_the_last_inspection_though_none_follows(tmp_path: Path) -> None:
     typed = [*runs.TABLE, "debug=gradients", "debug.every=5", "training.steps=9",
              "checkpoint.every=2", "checkpoint.resume=auto"]  # fmt: skip
     with suppress(runs.Killed):

@@ -2,6 +2,7 @@
 
 import mmap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -40,7 +41,7 @@ GPT = [
 LOOK = ["debug=memory", "debug.every=5"]
 
 
-def test_the_time_line_has_a_point_for_each_report_also_after_a_resume(tmp_path):
+def test_the_time_line_has_a_point_for_each_report_also_after_a_resume(tmp_path: Path) -> None:
     typed = [*MLP, "debug=memory", "monitoring.every=5", "checkpoint.resume=auto"]
     for steps in (20, 40):
         runs.trained(*typed, f"training.steps={steps}", folder=tmp_path)
@@ -52,14 +53,16 @@ def test_the_time_line_has_a_point_for_each_report_also_after_a_resume(tmp_path)
         assert point["virtual"] == pytest.approx(process.vms, rel=0.5) and point["swap"] >= 0
 
 
-def test_a_long_time_line_is_thinned_evenly(tmp_path, monkeypatch):
+def test_a_long_time_line_is_thinned_evenly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory_tool, "MAX_POINTS", 10)
     runs.trained(*MLP, "debug=memory", "monitoring.every=1", "training.steps=45", folder=tmp_path)
     steps = [point["step"] for point in runs.debug_file(tmp_path, "memory")["timeline"]]
     assert steps == list(range(8, 45, 8))
 
 
-def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path):
+def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path: Path) -> None:
     with runs.opened(*CNN, "training.steps=30", "debug=memory", folder=tmp_path) as run:
         summary = train(run)
         own, buffers = (
@@ -77,14 +80,14 @@ def test_the_account_adds_up_to_the_sizes_that_are_known(tmp_path):
     assert cost.finding.endswith("too few samples for a leak verdict (0 of 40)")
 
 
-def test_the_account_is_of_a_full_batch(tmp_path):
+def test_the_account_is_of_a_full_batch(tmp_path: Path) -> None:
     # of 60 samples 48 are trained on: batches of 32 and 16, by turns
     ragged = [*QUICK, "data=synthetic", "data.samples=60", "model=mlp", "debug=memory"]
     runs.trained(*ragged, "training.steps=10", "debug.every=4", folder=tmp_path)
     assert runs.debug_file(tmp_path, "memory")["account"]["samples"] == 32
 
 
-def test_activations_are_those_of_the_module_that_made_them_and_counted_once():
+def test_activations_are_those_of_the_module_that_made_them_and_counted_once() -> None:
     first, second = nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)
     model = Computed(lambda m, x: m.second(m.first(x).relu()), first=first, second=second)
     x = torch.randn(32, 8)
@@ -98,7 +101,7 @@ def test_activations_are_those_of_the_module_that_made_them_and_counted_once():
     assert not torch.nn.modules.module._global_forward_hooks
 
 
-def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path):
+def test_recomputed_blocks_keep_less_and_the_account_shows_it(tmp_path: Path) -> None:
     full = ["optimization.recompute.enabled=true", "optimization.recompute.what=full"]
     kept = []
     for folder, more in (("plain", []), ("recomputed", full)):
@@ -119,7 +122,9 @@ class Hoard(Hook):
         self.hoarded.append(torch.frombuffer(self.mapped(self.size), dtype=torch.float32))
 
 
-def test_a_leak_is_named_by_the_tensors_that_became_more(tmp_path, mapped):
+def test_a_leak_is_named_by_the_tensors_that_became_more(
+    tmp_path: Path, mapped: Callable[[int], mmap.mmap]
+) -> None:
     with runs.opened(*MLP, *LOOK, "training.steps=600", folder=tmp_path) as run:
         run.hooks.append(Hoard(mapped, 400_000))
         summary = train(run)
@@ -131,7 +136,7 @@ def test_a_leak_is_named_by_the_tensors_that_became_more(tmp_path, mapped):
     assert summary.faults["leak"] == 1, "one leak, however often longer windows find it"
 
 
-def test_objects_are_counted_by_kind_without_lazy_and_fake_tensors():
+def test_objects_are_counted_by_kind_without_lazy_and_fake_tensors() -> None:
     class Kept:
         """No other object of the process is of this type, whatever is collected meanwhile."""
 
@@ -161,7 +166,7 @@ def limit(run: Run, most: int) -> None:
     run.objective.__class__ = type("Limited", (own,), {"__call__": loss})
 
 
-def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path):
+def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path: Path) -> None:
     overrides = [*GPT, "training.steps=12", "optimizer.ema=0.9", "training.micro_batch=1"]
     with runs.opened(*overrides, folder=tmp_path) as run:
         limit(run, 0)
@@ -176,8 +181,8 @@ def test_a_run_that_memory_ends_leaves_a_page_that_ranks_what_holds_it(tmp_path)
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_step_that_did_not_fit_leaves_the_page_if_it_can_be_written_and_the_run_goes_on(
-    tmp_path, caplog, writable
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writable: bool
+) -> None:
     if not writable:
         (tmp_path / "debug").write_text("a file where the folder would be")
     with runs.opened(*GPT, "training.steps=3", *LOOK, folder=tmp_path) as run:
@@ -190,7 +195,7 @@ def test_a_step_that_did_not_fit_leaves_the_page_if_it_can_be_written_and_the_ru
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_path):
+def test_on_a_gpu_the_allocators_snapshot_and_the_measured_peak_are_there(tmp_path: Path) -> None:
     runs.trained(*CNN, "device=cuda", "training.steps=12", *LOOK, folder=tmp_path)
     assert (tmp_path / "debug/memory_snapshot.pickle").stat().st_size > 1000
     assert runs.debug_file(tmp_path, "memory")["account"]["peak"] > 0

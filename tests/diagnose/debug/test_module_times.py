@@ -4,6 +4,7 @@ import gzip
 import json
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def rows_of(tool: ProfileTool) -> dict[str, ModuleTime]:
     return {row.module: row for row in tool.modules}
 
 
-def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path):
+def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path: Path) -> None:
     before = nn.Module.__call__
     tool, _, _ = profiled(SHORT, model=Net(nested()), folder=tmp_path)
     assert nn.Module.__call__ is before
@@ -109,7 +110,7 @@ def test_own_time_of_a_module_that_is_nested_shared_and_called_twice(tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_is_time_of_its_module_in_backward(reentrant):
+def test_a_recomputation_is_time_of_its_module_in_backward(reentrant: bool) -> None:
     tool, _, _ = profiled(SHORT, model=Recomputed(reentrant))
     timed = rows_of(tool)["timed"]
     assert timed.calls == 2
@@ -118,7 +119,7 @@ def test_a_recomputation_is_time_of_its_module_in_backward(reentrant):
     assert rows_of(tool)["(model)"].total_ms < timed.total_ms / 3
 
 
-def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight():
+def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight() -> None:
     wide = nn.Linear(30, 30)
     wide.weight.register_hook(lambda grad: time.sleep(BACKWARD_MS / 1e3))
     tool, _, _ = profiled(SHORT, "training.micro_batch=16", model=Net(wide))
@@ -127,7 +128,7 @@ def test_a_gradient_that_is_added_belongs_to_the_module_of_its_weight():
 
 
 @pytest.mark.parametrize("stacks", ["false", "true"])
-def test_a_stall_in_python_is_named_by_its_module(stacks):
+def test_a_stall_in_python_is_named_by_its_module(stacks: str) -> None:
     tool, _, _ = profiled(SHORT, f"debug.profile.stacks={stacks}", model=Net(dawdling(), nn.ReLU()))
     row = rows_of(tool)["body.0"]
     assert (row.calls, row.total_ms) == (1, 0) and row.stall_ms >= 99
@@ -137,7 +138,7 @@ def test_a_stall_in_python_is_named_by_its_module(stacks):
     assert not any(".py(" in row["name"] or "<" in row["name"] for row in tool.operators)
 
 
-def test_without_modules_there_are_no_times_and_no_ranges(tmp_path):
+def test_without_modules_there_are_no_times_and_no_ranges(tmp_path: Path) -> None:
     profiled(SHORT, "debug.profile.modules=false", model=Net(timed()), folder=tmp_path)
     record = runs.debug_file(tmp_path, "profile")
     assert record["modules"] == []
@@ -146,7 +147,7 @@ def test_without_modules_there_are_no_times_and_no_ranges(tmp_path):
         assert "module body" not in file.read().decode()
 
 
-def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none():
+def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none() -> None:
     tool, again, earlier = (ProfileTool(DebugConfig()) for _ in range(3))
     tool.modules = [ModuleTime("body.0", 1.0, 2.0, 3.0, 0.5)]
     state = json.loads(tool.resume_state())
@@ -159,7 +160,7 @@ def test_the_times_are_kept_by_a_checkpoint_and_an_earlier_one_has_none():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", ["whole_step", "compile"])
-def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique):
+def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique: str) -> None:
     from torch._dynamo.utils import counters
 
     lengths = ["optimization.compile.min_steps=0"] if technique == "compile" else []
@@ -176,14 +177,14 @@ def test_compiled_parts_are_one_row_and_are_not_compiled_again(technique):
     assert not counters["graph_break"]
 
 
-def test_the_other_modules_of_a_long_table_are_one_row():
+def test_the_other_modules_of_a_long_table_are_one_row() -> None:
     rows = [ModuleTime(str(i), 1, 1.0, 2.0, 0.02) for i in range(MAX_ROWS + 5)]
     table = module_table([*rows, ModuleTime(REST, 0, 0.5, 0.0, 0.01)])
     assert "| (5 more) | 5 | 5 | 10 | 10.0% |" in table and f"| {REST} |  | 0.5 |" in table
     assert len(table.splitlines()) == 2 + MAX_ROWS + 2
 
 
-def test_the_backward_of_a_scripted_module_is_its_own():
+def test_the_backward_of_a_scripted_module_is_its_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(
@@ -195,7 +196,7 @@ def test_the_backward_of_a_scripted_module_is_its_own():
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_profile_model_has_the_time_by_module(backward):
+def test_profile_model_has_the_time_by_module(backward: bool) -> None:
     profile = profile_model(Net(nested()), torch.randn(4, 30), runs=2, backward=backward)
     timed = {row.module: row for row in profile.modules}["body.0.timed"]
     assert timed.calls == 2 and timed.forward_ms >= 2 * FORWARD_MS
@@ -206,7 +207,7 @@ def test_profile_model_has_the_time_by_module(backward):
     assert "body.0.timed" in str(profile)
 
 
-def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path):
+def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path: Path) -> None:
     model, loss_fn, own = Net(nested()), nn.MSELoss(), Debugger()
     with own.trace(tmp_path / "trace"):
         for _ in range(3):
@@ -222,7 +223,7 @@ def test_a_trace_of_an_own_loop_has_modules_operators_and_contexts(tmp_path):
     assert own.summary().operations[0].calls == 3
 
 
-def test_a_trace_of_an_own_loop_is_written_after_an_error_and_names_a_stall(tmp_path):
+def test_a_trace_of_an_own_loop_is_written_after_an_error_and_names_a_stall(tmp_path: Path) -> None:
     with pytest.raises(KeyError), Debugger().trace(tmp_path):
         Net(dawdling(), dawdling())(torch.randn(4, 30))
         raise KeyError
@@ -231,7 +232,7 @@ def test_a_trace_of_an_own_loop_is_written_after_an_error_and_names_a_stall(tmp_
     assert (tmp_path / "trace.json").exists()
 
 
-def test_a_trace_needs_a_folder_and_no_other_profiler(tmp_path):
+def test_a_trace_needs_a_folder_and_no_other_profiler(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path)
     for folder, problem in (

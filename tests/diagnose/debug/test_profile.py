@@ -80,7 +80,9 @@ class Dawdling(Hook):
     ],
     ids=["data", "optimizer", "between", "host"],
 )
-def test_a_run_is_told_what_keeps_it_from_being_faster(shape, hook, expected):
+def test_a_run_is_told_what_keeps_it_from_being_faster(
+    shape: list[str], hook: Hook | None, expected: str
+) -> None:
     tool, summary, _ = profiled(*shape, hook=hook)
     assert any(expected in text for text in tool.verdicts), tool.verdicts
     (row,) = [row for row in summary.tools if row.name == "profile"]
@@ -99,7 +101,7 @@ class Slow(DebugTool):
             Dawdling().on_step(run, step)
 
 
-def test_what_debug_tools_take_between_steps_is_not_held_against_the_run():
+def test_what_debug_tools_take_between_steps_is_not_held_against_the_run() -> None:
     tool, _, run = profiled("model.width=8", "device.threads=1", hook=Slow(DebugConfig()))
     assert run.stopwatch.phase_seconds["other"] > 0.25 * sum(
         run.stopwatch.phase_seconds.values()
@@ -146,7 +148,7 @@ BOTTLENECKS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BOTTLENECKS)
-def test_one_bottleneck_is_named(case):
+def test_one_bottleneck_is_named(case: str) -> None:
     measured, expected = BOTTLENECKS[case]
     (text,) = find_bottlenecks(StepMeasurements(**measured))
     assert text.startswith(expected)
@@ -167,7 +169,7 @@ class Lopsided(nn.Module):
         return self.head(self.heavy(x).relu())
 
 
-def test_operators_and_sections_are_in_tables_and_trace(tmp_path):
+def test_operators_and_sections_are_in_tables_and_trace(tmp_path: Path) -> None:
     profiled(*OWN, folder=tmp_path, model=Lopsided())
     content = runs.debug_file(tmp_path, "profile")
     operators = {row["name"]: row for row in content["trace"]["operators"]}
@@ -195,19 +197,21 @@ def test_operators_and_sections_are_in_tables_and_trace(tmp_path):
         (["training.validate_every=20", "debug.profile.start=18"], 23, 5),  # behind a validation
     ],
 )
-def test_a_window_is_where_its_steps_are_usual_ones(overrides, first, steps):
+def test_a_window_is_where_its_steps_are_usual_ones(
+    overrides: list[str], first: int, steps: int
+) -> None:
     tool, summary, _ = profiled(*overrides)
     assert summary.status == "done" and (tool.trace_start, tool.trace_steps) == (first, steps)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path):
+def test_on_a_gpu_time_is_that_of_the_kernels(tmp_path: Path) -> None:
     wide = "model=mlp model.width=1536 training.batch_size=256 optimizer=sgd device=cuda".split()
     tool, _, _ = profiled(*wide, FUSED, folder=tmp_path)
     assert 0 < (tool.busy or 0) <= 1 and tool.operators[0]["seconds"] > 0
 
 
-def test_a_device_that_works_for_half_of_a_window_is_half_busy():
+def test_a_device_that_works_for_half_of_a_window_is_half_busy() -> None:
     row = SimpleNamespace(
         key="sgemm", device_type=DeviceType.CUDA, is_user_annotation=False, count=1,
         self_device_time_total=6000,
@@ -219,7 +223,9 @@ def test_a_device_that_works_for_half_of_a_window_is_half_busy():
     assert tool.busy == pytest.approx(0.5)
 
 
-def test_a_window_that_cannot_be_closed_costs_its_operators_alone(tmp_path, monkeypatch):
+def test_a_window_that_cannot_be_closed_costs_its_operators_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stop(window: ProfilerWindow) -> None:
         raise RuntimeError("no profiler is active")
 
@@ -246,7 +252,7 @@ OTHERS = [
 ]
 
 
-def test_launches_python_functions_and_the_profilers_own_rows_are_no_operators():
+def test_launches_python_functions_and_the_profilers_own_rows_are_no_operators() -> None:
     assert [key for key in OPERATORS + OTHERS if is_operator(profiler_row(key))] == OPERATORS
     assert not is_operator(profiler_row("ampere_sgemm_128x64", kind=DeviceType.CUDA))
     assert not is_operator(profiler_row("my section", is_range=True))

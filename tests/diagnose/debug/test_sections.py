@@ -17,7 +17,7 @@ def busy() -> None:
     torch.randn(64, 64) @ torch.randn(64, 64)
 
 
-def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section():
+def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section() -> None:
     with profile.section("before"), profile.collect() as totals:
         for _ in range(3):
             with profile.section("batch", category="data"):
@@ -40,7 +40,7 @@ def test_inner_sections_count_in_the_outer_one_and_an_error_ends_its_section():
     assert sections._active_totals is None
 
 
-def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded():
+def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded() -> None:
     @profile.section("worker", category="thread")
     def work(_: int) -> None:
         for _ in range(200):
@@ -58,7 +58,7 @@ def test_threads_do_not_disturb_each_other_and_names_without_end_are_bounded():
     assert len(totals.rows) == MAX_SECTIONS + 1 and totals.rows[OTHERS, ""].calls == 52
 
 
-def test_a_section_in_a_compiled_model_causes_no_graph_break_or_recompilation():
+def test_a_section_in_a_compiled_model_causes_no_graph_break_or_recompilation() -> None:
     torch._dynamo.reset()
 
     def sectioned(module: nn.Module, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def trained(place: str, error: Exception) -> tuple[Fragile, Summary]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_failed_tool_stops_and_the_run_continues(place):
+def test_a_failed_tool_stops_and_the_run_continues(place: str) -> None:
     tool, summary = trained(place, ZeroDivisionError("division by zero"))
     assert summary.status == "done" and summary.steps == 8
     assert summary.faults == {"tool_failed": 1} and tool.called == 1
@@ -73,12 +73,12 @@ def test_a_failed_tool_stops_and_the_run_continues(place):
 
 
 @pytest.mark.parametrize("place", ["before", "gradients", "report"])
-def test_what_a_tool_raises_on_purpose_ends_the_run(place):
+def test_what_a_tool_raises_on_purpose_ends_the_run(place: str) -> None:
     with pytest.raises(GaveUp, match="enough"):
         trained(place, GaveUp("enough"))
 
 
-def test_what_a_step_raises_is_not_taken_for_the_tools():
+def test_what_a_step_raises_is_not_taken_for_the_tools() -> None:
     tool = Fragile("nowhere", ValueError())
     with runs.opened(*SMALL) as run:
         run.hooks.append(tool)
@@ -113,7 +113,7 @@ class WithDummy(DebugConfig):
     dummy: AnomalyConfig = tool_field(f"{__name__}:Dummy", AnomalyConfig)
 
 
-def test_a_tool_is_one_class_and_one_line_of_the_config():
+def test_a_tool_is_one_class_and_one_line_of_the_config() -> None:
     assert load_debug_tools(WithDummy()) == []
     tools = load_debug_tools(WithDummy(dummy=AnomalyConfig(enabled=True)))
     with runs.opened(*SMALL) as run:
@@ -123,7 +123,7 @@ def test_a_tool_is_one_class_and_one_line_of_the_config():
     assert (row.looks, row.finding) == (4, "step 8")
 
 
-def test_full_debugging_has_every_tool_outermost_first():
+def test_full_debugging_has_every_tool_outermost_first() -> None:
     names = [tool.name for tool in load_debug_tools(runs.config(*SMALL, "debug=full").debug)]
     assert names == ["gradcheck", "memory", "profile", "gradients", "anomaly"]
 
@@ -132,7 +132,7 @@ def test_full_debugging_has_every_tool_outermost_first():
     "model",
     ["mlp model.dropout=0.1", pytest.param("cnn model.width=4", marks=pytest.mark.slow)],
 )
-def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model):
+def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model: str) -> None:
     small = ["data=digits", *f"model={model}".split(), "optimizer.ema=0.99"]
     more = ["optimization=basic", "training.steps=6", "training.micro_batch=10", "debug.every=2"]
     more.append("debug.gradcheck.budget_s=0.2")
@@ -148,7 +148,9 @@ def test_weights_and_moments_are_bit_equal_with_every_tool_and_with_none(model):
 
 
 @pytest.mark.parametrize("value", [Path("a"), {1, 2}, object(), {(1, 2): 3}])
-def test_a_state_that_json_does_not_have_is_said_once_and_ends_no_save(value, caplog):
+def test_a_state_that_json_does_not_have_is_said_once_and_ends_no_save(
+    value: object, caplog: pytest.LogCaptureFixture
+) -> None:
     class Stateful(Fragile):
         def state(self) -> dict[str, Any]:
             return {"kept": value}

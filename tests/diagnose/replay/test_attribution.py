@@ -39,7 +39,7 @@ def search(
     ],
 )
 @pytest.mark.parametrize("others", [FEW, ULTRA], ids=["few", "ultra"])
-def test_the_set_is_the_smallest(culprits, verdict, others):
+def test_the_set_is_the_smallest(culprits: list[str], verdict: str, others: list[str]) -> None:
     names = list(dict.fromkeys([*others, *culprits]))
     found, tried = search(names, lambda on: bool(on & set(culprits)), notes={"amp": "bf16"})
     assert sorted(found.techniques) == culprits
@@ -48,7 +48,7 @@ def test_the_set_is_the_smallest(culprits, verdict, others):
     assert len(set(tried)) == len(tried) == len(found.trials)  # nothing twice
 
 
-def test_two_that_only_together_are_bad_are_both_named():
+def test_two_that_only_together_are_bad_are_both_named() -> None:
     names = ["amp", "recompute", "fused_optimizer"]
     found, _ = search(names, lambda on: {"amp", "recompute"} <= on)
     assert found.techniques == ["amp"]  # one is enough to leave out
@@ -67,14 +67,16 @@ def test_two_that_only_together_are_bad_are_both_named():
         ),
     ],
 )
-def test_where_it_is_bad_without_any_none_is_blamed(names, tries, verdict):
+def test_where_it_is_bad_without_any_none_is_blamed(
+    names: list[str], tries: int, verdict: str
+) -> None:
     found, tried = search(names, lambda on: True)
     assert (found.techniques, len(tried)) == ([], tries)
     assert verdict in found.verdict
 
 
 @pytest.mark.parametrize("most", [2, 15])
-def test_it_never_tries_more_often_than_it_may(most):
+def test_it_never_tries_more_often_than_it_may(most: int) -> None:
     found, _ = search(ULTRA, lambda on: bool(on & {"tf32", "system"}), most=most)
     assert len(found.trials) == most
     assert {"tf32", "system"} <= set(found.techniques)

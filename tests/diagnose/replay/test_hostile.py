@@ -29,6 +29,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kept")
     with runs.opened(*PLAIN, folder=folder) as run:
         run.recorder.open(0)
+        assert run.captures is not None
         run.captures.take(run, 1, "non_finite", "they said")
     return list_captures(folder)[0]
 
@@ -65,8 +66,8 @@ CHANGES: list[tuple[Any, type[RunnerError]]] = [
 
 @pytest.mark.parametrize(("change", "error"), CHANGES)
 def test_text_that_would_be_code_in_the_script_is_refused_before_anything_runs(
-    change, error, capture
-):
+    change: Any, error: type[RunnerError], capture: Path
+) -> None:
     forge(capture, change)
     before = sorted(Path().rglob("*"))
     with pytest.raises(error):
@@ -74,7 +75,7 @@ def test_text_that_would_be_code_in_the_script_is_refused_before_anything_runs(
     assert sorted(Path().rglob("*")) == before
 
 
-def test_the_command_refuses_it_too_and_leaves_nothing(capture):
+def test_the_command_refuses_it_too_and_leaves_nothing(capture: Path) -> None:
     forge(capture, CHANGES[0][0])
     before = sorted(Path().rglob("*"))
     done = runs.command(Path(), "job=replay", f"replay.path={capture}")
@@ -82,13 +83,13 @@ def test_the_command_refuses_it_too_and_leaves_nothing(capture):
     assert sorted(Path().rglob("*")) == before
 
 
-def test_a_mapping_that_is_an_argument_may_have_any_keys(capture):
+def test_a_mapping_that_is_an_argument_may_have_any_keys(capture: Path) -> None:
     config = read_manifest(capture).config
     config["model"]["arguments"]["names"] = {"a b": 1}
     assert config_from_plain(config).model.arguments["names"] == {"a b": 1}
 
 
-def test_text_of_a_capture_is_a_string_in_the_script(capture, tmp_path):
+def test_text_of_a_capture_is_a_string_in_the_script(capture: Path, tmp_path: Path) -> None:
     for text in ['"""\n' + CODE, "'); " + CODE + "#", "{0}{finding}\\"]:
         tree = ast.parse(write_script(tmp_path, capture / text, text, [text], [text]).read_text())
         calls = {ast.unparse(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)}
@@ -99,7 +100,9 @@ def test_text_of_a_capture_is_a_string_in_the_script(capture, tmp_path):
 
 
 @pytest.mark.usefixtures("here")
-def test_names_in_a_capture_forge_no_lines_on_the_screen(capture, capsys):
+def test_names_in_a_capture_forge_no_lines_on_the_screen(
+    capture: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     forge(capture, lambda body: body.update(kind="exception", message="bad\x1b[2J\nverdict  well"))
     with pytest.raises(NotVerified):
         replay(capture)

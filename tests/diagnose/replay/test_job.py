@@ -17,7 +17,7 @@ from runner.diagnose.replay.investigation import BAD_EXIT_CODE, advice
 from runner.diagnose.replay.job import attempt_in_process
 from runner.diagnose.replay.results import Attempt, Cause, Replay, StepPhase
 from tests import runs
-from tests.diagnose.replay.replays import AMP, OVERRIDES, POISON, ROWS, line_of, replay
+from tests.diagnose.replay.replays import AMP, OVERRIDES, POISON, ROWS, Captured, line_of, replay
 
 
 def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,9 @@ def run_script(folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(captured, tmp_path, capsys):
+def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(
+    captured: Captured, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = replay(captured(POISON, "+model.part=cancels", *AMP), tmp_path)
     assert result.reproduced and result.same
     assert (result.found.module, result.found.kind) == ("part", "Cancels")
@@ -62,7 +64,9 @@ def test_a_fault_of_bf16_is_replayed_down_to_line_and_technique(captured, tmp_pa
 
 
 @pytest.mark.slow  # four processes that compile
-def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(captured, tmp_path):
+def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(
+    captured: Captured, tmp_path: Path
+) -> None:
     techniques = ("compile", "whole_step", "fused_optimizer")
     on = [f"optimization.{name}.enabled=true" for name in techniques]
     result = replay(captured(POISON, "+model.part=compiled", *on), tmp_path)
@@ -74,10 +78,11 @@ def test_a_fault_of_compiled_code_is_replayed_down_to_line_and_techniques(captur
 
 
 @pytest.mark.usefixtures("here")
-def test_a_step_that_is_good_after_all_is_said_to_be(tmp_path):
+def test_a_step_that_is_good_after_all_is_said_to_be(tmp_path: Path) -> None:
     fine = tmp_path / "fine"
     with runs.opened(*OVERRIDES, POISON, "+model.part=log", folder=fine) as run:
         run.recorder.open(0)
+        assert run.captures is not None
         kept = run.captures.take(run, 1, "non_finite", "they said", _harmless(run))
     with pytest.raises(NotVerified, match="does not reproduce"):
         replay(fine / str(kept), tmp_path / "replay", "replay.attribute=false")
@@ -93,7 +98,9 @@ def _harmless(run: Any) -> Any:
 
 
 @pytest.mark.usefixtures("here")
-def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(captured, tmp_path):
+def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(
+    captured: Captured, tmp_path: Path
+) -> None:
     extra = "optimization.extra=[seeded_models.LastLayer]"
     result = replay(captured(POISON, "+model.part=log", extra), tmp_path)
     assert result.reproduced
@@ -102,7 +109,9 @@ def test_a_fault_is_found_where_a_technique_decides_which_weights_are_trained(ca
 
 
 @pytest.mark.slow  # waits for a time-out
-def test_an_attempt_that_hangs_is_ended_with_all_that_it_started(captured, tmp_path, monkeypatch):
+def test_an_attempt_that_hangs_is_ended_with_all_that_it_started(
+    captured: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, note = captured(POISON, "+model.part=hangs"), tmp_path / "pid"
     monkeypatch.setenv("FAULTY_HANGS", str(note))
     result = attempt_in_process(path, ["faulty_models"], 30, tmp_path / "log", [])
@@ -120,20 +129,22 @@ def a_replay(found: Cause, **more: Any) -> Replay:
 
 
 @pytest.mark.usefixtures("here")
-def test_grown_weights_are_named_and_a_lower_rate_is_advised(captured, tmp_path):
+def test_grown_weights_are_named_and_a_lower_rate_is_advised(
+    captured: Captured, tmp_path: Path
+) -> None:
     path = captured("optimizer=sgd", "optimizer.lr=1e9", "stability.clip_norm=null")
     result = replay(path, tmp_path, "replay.attribute=false")
     assert result.reproduced and "is up to" in result.found.grown
     assert "lower optimizer.lr, and keep stability.clip_norm" in " ".join(result.advice)
 
 
-def test_samples_of_high_loss_come_before_the_settings():
+def test_samples_of_high_loss_come_before_the_settings() -> None:
     steps = advice(a_replay(Cause(StepPhase.spike, "large", samples=[5])))
     assert "Samples 5 of the data set" in steps[0]
     assert steps[1].startswith("Lower stability.clip_norm")
 
 
-def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path):
+def test_weights_that_were_bad_before_point_to_an_earlier_capture(tmp_path: Path) -> None:
     for step in (43, 44):
         (tmp_path / FOLDER / f"step_{step:08d}").mkdir(parents=True)
         (tmp_path / FOLDER / f"step_{step:08d}" / "manifest.json").touch()

@@ -141,18 +141,20 @@ def traced(run: Run, fault: Made, trace: Callable[..., Any] = trace_step) -> tup
 
 
 @pytest.mark.parametrize("fault", BACKWARD)
-def test_a_fault_of_the_backward_is_named_by_its_module(fault, made):
+def test_a_fault_of_the_backward_is_named_by_its_module(fault: str, made: Run) -> None:
     assert traced(made, BACKWARD[fault])[:2] == (StepPhase.backward, "block.2")
 
 
 @pytest.mark.parametrize("fault", FORWARD)
-def test_a_fault_of_the_forward_is_named_by_its_module(fault, made):
+def test_a_fault_of_the_forward_is_named_by_its_module(fault: str, made: Run) -> None:
     assert traced(made, FORWARD[fault])[:2] == (StepPhase.forward, "block.2")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("fault", ["numpy", "where log", "selects"])
-def test_a_fault_of_a_recomputed_module_is_named_by_its_module(fault, reentrant, made):
+def test_a_fault_of_a_recomputed_module_is_named_by_its_module(
+    fault: str, reentrant: bool, made: Run
+) -> None:
     phase = StepPhase.backward if fault in BACKWARD else StepPhase.forward
 
     def checkpointed() -> nn.Module:
@@ -165,11 +167,15 @@ def test_a_fault_of_a_recomputed_module_is_named_by_its_module(fault, reentrant,
 
 
 @pytest.mark.parametrize("fault", ["full_like", "where log"])
-def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(fault, made):
+def test_a_fault_of_the_backward_is_named_in_the_graph_of_the_compiler_too(
+    fault: str, made: Run
+) -> None:
     assert traced(made, BACKWARD[fault], trace_compiled)[:2] == (StepPhase.backward, "block.2")
 
 
-def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(made, monkeypatch):
+def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(
+    made: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raised = "block.2 (Computed) raised ValueError: no gradient in the backward"
     assert traced(made, value(spoiled(refuse))) == (StepPhase.exception, "block.2", raised)
     with monkeypatch.context() as patch:
@@ -184,7 +190,7 @@ def test_a_fault_of_the_model_itself_the_objective_or_an_exception_is_named_so(m
     assert found.startswith("the gradient through the objective becomes Inf")
 
 
-def test_hooks_of_a_step_that_was_traced_are_gone(made):
+def test_hooks_of_a_step_that_was_traced_are_gone(made: Run) -> None:
     register = torch.Tensor.register_hook
     traced(made, BACKWARD["output hook"])
     assert torch.Tensor.register_hook is register

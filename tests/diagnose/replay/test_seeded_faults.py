@@ -4,6 +4,7 @@ Each row is one run. All are survived: the run ends as it was meant to, with fin
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ FAULTS = {
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_seeded_fault_is_survived_and_named_right(name, tmp_path):
+def test_a_seeded_fault_is_survived_and_named_right(name: str, tmp_path: Path) -> None:
     fault, folder = FAULTS[name], tmp_path / "run"
     with runs.opened(*RUN, *fault.overrides, folder=folder) as run:
         summary = train(run)

@@ -13,7 +13,7 @@ from runner.diagnose.replay.results import StepPhase
 from runner.diagnose.replay.trace import explain_spike, trace_compiled, trace_step
 from runner.diagnose.replay.tracer import Tracer
 from tests.diagnose.replay.faulty_models import Fuses, OnlyCompiled, Through
-from tests.diagnose.replay.replays import POISON, ROWS, line_of, opened
+from tests.diagnose.replay.replays import POISON, ROWS, Captured, line_of, opened
 from tests.my_package import Computed
 
 LOG = (POISON, "+model.part=log")
@@ -29,12 +29,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fault_is_traced_to_module_and_line(case, captured):
+def test_a_fault_is_traced_to_module_and_line(case: str, captured: Captured) -> None:
     overrides, phase, kind = CASES[case]
     mark = kind.upper() or "LOSS"
     with opened(captured(POISON, *overrides)) as (run, batch, _):
         cause = trace_step(run, batch)
     assert (cause.phase, cause.module, cause.kind) == (phase, "part" if kind else "", kind)
+    assert cause.line is not None
     assert cause.line.file.endswith("faulty_models.py")
     assert cause.line.number == line_of(mark)
     assert cause.line.source.endswith(f"# {mark}")
@@ -44,7 +45,7 @@ def test_a_fault_is_traced_to_module_and_line(case, captured):
         assert cause.parameters == ["first.bias", "first.weight"]  # not those after it
 
 
-def test_the_numbers_of_a_modules_input_are_reported(captured):
+def test_the_numbers_of_a_modules_input_are_reported(captured: Captured) -> None:
     with opened(captured(*LOG)) as (run, batch, capture):
         cause = trace_step(run, batch)
         inputs = []
@@ -58,7 +59,7 @@ def test_the_numbers_of_a_modules_input_are_reported(captured):
     assert {capture.samples[i] for i in cause.samples} <= ROWS
 
 
-def test_bad_samples_of_the_batch_are_counted_out(captured):
+def test_bad_samples_of_the_batch_are_counted_out(captured: Captured) -> None:
     with opened(captured("+data.nan=[1,2,4,6,8,33,40]")) as (run, batch, capture):
         cause = trace_step(run, batch)
     assert cause.phase is StepPhase.input
@@ -74,7 +75,9 @@ def test_bad_samples_of_the_batch_are_counted_out(captured):
         ("norm.running_var", float("inf"), "buffer running_var of norm (BatchNorm1d) was not"),
     ],
 )
-def test_weights_that_were_bad_before_the_step_are_named_as_the_cause(name, value, says, captured):
+def test_weights_that_were_bad_before_the_step_are_named_as_the_cause(
+    name: str, value: float, says: str, captured: Captured
+) -> None:
     with opened(captured(*NORM)) as (run, batch, _):
         with torch.no_grad():
             run.model.state_dict()[name].view(-1)[0] = value
@@ -83,7 +86,9 @@ def test_weights_that_were_bad_before_the_step_are_named_as_the_cause(name, valu
     assert cause.cause.startswith(says)
 
 
-def test_statistics_that_a_forward_ruins_are_named_where_the_loss_is_finite(captured):
+def test_statistics_that_a_forward_ruins_are_named_where_the_loss_is_finite(
+    captured: Captured,
+) -> None:
     with opened(captured(*NORM)) as (run, batch, _):
         run.model.part = Through()
         healthy = run.train.at(3)[0].clone()
@@ -96,12 +101,13 @@ def test_statistics_that_a_forward_ruins_are_named_where_the_loss_is_finite(capt
     assert "running_var" in cause.cause
 
 
-def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured):
+def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured: Captured) -> None:
     with opened(captured(*LOG)) as (run, batch, _):
         run.model.part = OnlyCompiled()
         assert trace_step(run, batch).phase is StepPhase.nowhere
         cause = trace_compiled(run, batch)
     assert (cause.phase, cause.module, cause.kind) == (StepPhase.forward, "part", "OnlyCompiled")
+    assert cause.line is not None
     assert cause.line.number == line_of("COMPILED")
     with opened(captured(*LOG)) as (run, batch, _):
         run.model.part = Fuses()  # only the generated code is bad
@@ -110,7 +116,9 @@ def test_a_fault_of_the_traced_graph_alone_has_its_line_too(captured):
     assert cause.cause == "only the compiler's generated code is bad: its graph is good"
 
 
-def test_a_spike_states_loss_and_norm_to_their_medians_and_the_samples_of_highest_loss(captured):
+def test_a_spike_states_loss_and_norm_to_their_medians_and_the_samples_of_highest_loss(
+    captured: Captured,
+) -> None:
     spike = ["stability.spike.at_least=5", "stability.spike.floor=0"]
     long = ["training.steps=40", "training.validate_every=40", "+data.samples=200"]
     with opened(captured(POISON, "+model.part=grows", *long, *spike)) as (run, batch, capture):
@@ -125,7 +133,7 @@ def test_a_spike_states_loss_and_norm_to_their_medians_and_the_samples_of_highes
     assert cause.losses[0].bad == max(row.bad for row in cause.losses)
 
 
-def test_a_look_leaves_the_run_as_it_was(captured):
+def test_a_look_leaves_the_run_as_it_was(captured: Captured) -> None:
     path = captured(POISON, "+model.part=masks", "+model.norm=true")
 
     def copies(tensors: Any) -> list[Tensor]:
@@ -170,7 +178,7 @@ def first_column(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("inf", [False, True])
 @pytest.mark.parametrize("guilty", [0, 1])
-def test_a_module_that_changes_another_view_in_place_is_not_blamed(guilty, inf):
+def test_a_module_that_changes_another_view_in_place_is_not_blamed(guilty: int, inf: bool) -> None:
     parts = [OwnColumn(1, inf), OwnColumn(1, inf)]
     parts[guilty] = OwnColumn(0)
     model, x = Computed(first_column, parts=nn.ModuleList(parts)), torch.rand(3, 4) + 0.1
@@ -178,4 +186,5 @@ def test_a_module_that_changes_another_view_in_place_is_not_blamed(guilty, inf):
     with tracer.track_modules(), tracer:
         loss = model(x)
     event = tracer.origin(loss)
+    assert event is not None and event.frame is not None
     assert (event.frame.name, event.operation, event.kind) == (f"parts.{guilty}", "log_", "NaN")

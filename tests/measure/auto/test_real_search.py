@@ -45,10 +45,11 @@ LONG = """
 
 @pytest.mark.slow
 def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_take_again(
-    tmp_path, own_cache, caplog
-):
+    tmp_path: Path, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = compose(LONG)
     given = resolve_auto(config, tmp_path / "run")
+    assert given.optimization is not None
     asked = [name for name, t in given.optimization.techniques() if t.enabled]
     evidence = json.loads((tmp_path / "run" / EVIDENCE_FILE).read_text())
     assert evidence["techniques"] == asked
@@ -73,7 +74,7 @@ def test_a_real_search_leaves_a_config_to_commit_the_evidence_and_a_choice_to_ta
     assert "is damaged and not used" in caplog.text
 
 
-def test_the_selection_is_a_config_file_that_says_the_same(tmp_path):
+def test_the_selection_is_a_config_file_that_says_the_same(tmp_path: Path) -> None:
     base = compose(["optimization.attention.kernel=flash"]).optimization
     optimization = enable_techniques(base, ["amp", "attention", "fused_optimizer"])
     folder = tmp_path / "conf" / "optimization"
@@ -84,8 +85,8 @@ def test_the_selection_is_a_config_file_that_says_the_same(tmp_path):
 
 
 def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is_continued(
-    tmp_path, own_cache
-):
+    tmp_path: Path, own_cache: Path
+) -> None:
     summary = train(compose(["optimization=auto", "training.steps=20"]), tmp_path)
     (choice,) = [c for c in summary.choices if c.key == "optimization"]
     assert choice.value == "system fused_optimizer"
@@ -100,7 +101,7 @@ def test_a_run_too_short_for_a_search_takes_what_is_free_and_keeps_it_when_it_is
     assert second.steps == 40
 
 
-def test_a_technique_enabled_by_name_is_on_in_every_candidate():
+def test_a_technique_enabled_by_name_is_on_in_every_candidate() -> None:
     config = compose(["optimization=auto", "optimization.amp.enabled=true"])
     arms = make_arms(config, make_candidates(["tf32", "amp"]))
     assert all(arm.config.optimization.amp.enabled for arm in arms)
@@ -108,25 +109,25 @@ def test_a_technique_enabled_by_name_is_on_in_every_candidate():
     assert all(not arm.config.checkpoint.enabled for arm in arms)
 
 
-def test_candidates_of_a_distributed_run_are_one_process_with_its_part_of_the_batch():
+def test_candidates_of_a_distributed_run_are_one_process_with_its_part_of_the_batch() -> None:
     typed = ["distributed=ddp", "distributed.processes=2", "training.batch_size=33", "device=cpu"]
     (arm, _) = make_arms(compose(["optimization=auto", *typed]), [])
     assert arm.config.distributed.kind.value == "none"
     assert arm.config.training.batch_size == 17
 
 
-def test_auto_is_refused_where_it_was_not_resolved():
+def test_auto_is_refused_where_it_was_not_resolved() -> None:
     with pytest.raises(ConfigError, match="resolved by measuring"):
         build(compose(["optimization=auto"]))
 
 
-def test_a_technique_that_is_not_there_is_named():
+def test_a_technique_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="optimization.auto.without"):
         compose(["optimization=auto", "optimization.auto.without=[ampp]"])
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path):
+def test_ctrl_c_ends_the_search_and_every_process_of_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "runner", *LONG, f"hydra.run.dir={tmp_path / 'run'}"]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     output: Any = {"stderr": STDOUT, "stdout": PIPE, "text": True}

@@ -72,7 +72,7 @@ def searched(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_the_search_is_within_five_percent_of_an_exhaustive_one(seed):
+def test_the_search_is_within_five_percent_of_an_exhaustive_one(seed: int) -> None:
     draw = random.Random(seed)
     planted = world({name: draw.uniform(0.6, 1.15) for name in EFFECTS}, noise=0.02, seed=seed)
     result = searched(planted, steps=100_000, budget_s=300.0)
@@ -81,7 +81,7 @@ def test_the_search_is_within_five_percent_of_an_exhaustive_one(seed):
 
 
 @pytest.mark.parametrize(("steps", "compiled"), [(400, False), (100_000, True)])
-def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps, compiled):
+def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps: int, compiled: bool) -> None:
     result = searched(world(), steps=steps, budget_s=300.0)
     assert ("whole_step" in result.techniques) is compiled
     assert "amp" in result.techniques
@@ -89,7 +89,7 @@ def test_compiling_is_chosen_only_for_a_run_that_is_long_enough(steps, compiled)
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("budget_s", [15.0, 120.0])
-def test_a_search_takes_half_its_budget_more_at_most(seed, budget_s):
+def test_a_search_takes_half_its_budget_more_at_most(seed: int, budget_s: float) -> None:
     draw = random.Random(seed)
     setups = {n: draw.uniform(7, 200) if one.compiles else 3.0 for n, one in NAMES.items()}
     planted = world(setups={**setups, NONE: 2.0, CONTROL_ARM: 2.0}, seed=seed)
@@ -107,7 +107,7 @@ def test_a_search_takes_half_its_budget_more_at_most(seed, budget_s):
 
 
 @pytest.mark.parametrize(("plain_ms", "budget_s"), [(450.0, 90.0), (150.0, 60.0), (13.0, 60.0)])
-def test_a_slow_compiler_costs_no_gain_that_needs_none(plain_ms, budget_s):
+def test_a_slow_compiler_costs_no_gain_that_needs_none(plain_ms: float, budget_s: float) -> None:
     setups = {n: 90.0 if one.compiles else 3.0 for n, one in NAMES.items()}
     effects = {"fused_optimizer": 0.7, "compile": 0.5}
     planted = world(effects, setups={**setups, NONE: 2.0, CONTROL_ARM: 2.0}, plain_ms=plain_ms)
@@ -116,7 +116,7 @@ def test_a_slow_compiler_costs_no_gain_that_needs_none(plain_ms, budget_s):
     assert result.seconds < 1.5 * budget_s
 
 
-def test_a_budget_too_small_for_any_candidate_leaves_none_and_says_so():
+def test_a_budget_too_small_for_any_candidate_leaves_none_and_says_so() -> None:
     result = searched(planted := world(), budget_s=5.0)
     assert planted.started == [] and result.chosen == NONE
     assert all("no time left of optimization.auto.budget_s=5" in row.why for row in result.tried)
@@ -128,7 +128,7 @@ def test_a_budget_too_small_for_any_candidate_leaves_none_and_says_so():
 @pytest.mark.parametrize(
     "verdict", [ParityVerdict("FAIL", "a wrong mask"), ParityVerdict(None, "x")]
 )
-def test_a_candidate_that_is_not_known_to_be_right_is_never_chosen(verdict):
+def test_a_candidate_that_is_not_known_to_be_right_is_never_chosen(verdict: ParityVerdict) -> None:
     def fail_whole_step(name: str) -> ParityVerdict:
         return verdict if "whole_step" in name else judge(name)
 
@@ -142,12 +142,12 @@ def test_a_candidate_that_is_not_known_to_be_right_is_never_chosen(verdict):
 
 
 @pytest.mark.parametrize(("seed", "noise"), [(0, 0.02), (1, 0.1)])
-def test_where_nothing_is_faster_it_stays_at_none(seed, noise):
+def test_where_nothing_is_faster_it_stays_at_none(seed: int, noise: float) -> None:
     result = searched(world({}, setups=dict.fromkeys(NAMES, 3.0), noise=noise, seed=seed))
     assert result.chosen == NONE and "no candidate was faster than none" in result.reason
 
 
-def test_a_candidate_no_faster_than_the_control_is_not_chosen():
+def test_a_candidate_no_faster_than_the_control_is_not_chosen() -> None:
     lucky = {name: 0.95 for name in [*NAMES, CONTROL_ARM]}  # by where its memory lies, say
     setups = dict.fromkeys(NAMES, 3.0)
     assert searched(world(factors=lucky, setups=setups, noise=0.005)).chosen == NONE
@@ -156,7 +156,7 @@ def test_a_candidate_no_faster_than_the_control_is_not_chosen():
     assert searched(world(factors=dict.fromkeys(NAMES, 1.2))).chosen == NONE
 
 
-def test_a_candidate_that_ends_costs_itself_alone():
+def test_a_candidate_that_ends_costs_itself_alone() -> None:
     ended = {name: ("oom", "no memory") for name in NAMES if "whole_step" in name}
     result = searched(world(refuses=ended))
     assert "amp" in result.techniques
@@ -166,7 +166,7 @@ def test_a_candidate_that_ends_costs_itself_alone():
         searched(world(refuses={NONE: ("failed", "a bug")}))
 
 
-def test_candidates_are_few_and_leave_out_what_can_do_nothing():
+def test_candidates_are_few_and_leave_out_what_can_do_nothing() -> None:
     assert 8 < len(make_candidates(())) <= 16
     bare = candidates(without=("amp", "compile", "whole_step", "attention"))
     assert [one.name for one in bare] == ["system fused_optimizer"]
@@ -190,11 +190,14 @@ def selected(
     """The techniques that are on, and the reason, after a search with this result."""
     monkeypatch.setattr(resolve, "_select", lambda config, given: result)
     given = resolve.resolve_auto(compose([*AUTO, *typed]))
+    assert given.optimization is not None
     enabled = {name for name, one in given.optimization.techniques() if one.enabled}
     return enabled, given.chosen[0].reason
 
 
-def test_an_undecided_search_keeps_the_techniques_of_basic(monkeypatch):
+def test_an_undecided_search_keeps_the_techniques_of_basic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with opened("optimization=basic", "training.steps=5") as run:
         basic = {row.name for row in run.unapplied_techniques if row.requested}
         basic |= {name for name, _ in run.techniques}
@@ -205,12 +208,13 @@ def test_an_undecided_search_keeps_the_techniques_of_basic(monkeypatch):
     assert reason == "no candidate was faster; undecided, so the techniques of basic are kept"
 
 
-def test_a_failed_measurement_keeps_them_too(monkeypatch):
+def test_a_failed_measurement_keeps_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise WorkerFailure("failed", "it does not start")
 
     monkeypatch.setattr(resolve, "estimate_run", fail)
     given = resolve.resolve_auto(compose([*AUTO]))
+    assert given.optimization is not None
     assert {name for name, one in given.optimization.techniques() if one.enabled} == set(FREE)
 
 
@@ -223,12 +227,14 @@ def test_a_failed_measurement_keeps_them_too(monkeypatch):
         ({}, ["optimization.auto.without=[system,fused_optimizer]"], set()),
     ],
 )
-def test_what_is_refuted_or_excluded_is_not_kept(outcome, typed, kept, monkeypatch):
+def test_what_is_refuted_or_excluded_is_not_kept(
+    outcome: dict[str, object], typed: list[str], kept: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     enabled, _ = selected(SearchResult(tried=plainest(**outcome)), monkeypatch, *typed)
     assert enabled == kept
 
 
-def test_a_selection_stays(monkeypatch):
+def test_a_selection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = SearchResult("amp", ["amp"], "1.3 times as fast", tried=plainest())
     assert selected(chosen, monkeypatch)[0] == {"amp"}
     assert NONE == "none"

@@ -15,7 +15,7 @@ def arms(*typed: str, over: tuple[str, ...] = (), **settings: object) -> list[Ar
     return compose_arms(BenchmarkConfig(arms=list(typed), **settings), list(over))  # type: ignore[arg-type]
 
 
-def test_a_level_is_that_level_on_top_of_what_was_typed():
+def test_a_level_is_that_level_on_top_of_what_was_typed() -> None:
     none, ultra = arms("none", "ultra", over=("job=benchmark", "training.steps=7", "seed=3"))
     assert (none.name, ultra.name) == ("none", "ultra")
     assert (none.config.optimization.level, ultra.config.optimization.level) == ("none", "ultra")
@@ -27,7 +27,7 @@ def test_a_level_is_that_level_on_top_of_what_was_typed():
     assert levels == ("ultra", "full")
 
 
-def test_overrides_are_read_as_a_shell_reads_them_and_may_have_a_name_in_front():
+def test_overrides_are_read_as_a_shell_reads_them_and_may_have_a_name_in_front() -> None:
     typed = """optimizer=sgd  optimization=basic 'name="a.b"'"""
     _, arm, fast = arms("none", typed, "my fast one: ultra data.workers=2 data.prefetch=4")
     assert (arm.config.optimizer.name, arm.config.name) == ("SGD", "a.b")
@@ -36,7 +36,7 @@ def test_overrides_are_read_as_a_shell_reads_them_and_may_have_a_name_in_front()
     assert fast.config.data.workers == 2  # how data are loaded may differ
 
 
-def test_the_arm_wins_over_what_was_typed_for_all():
+def test_the_arm_wins_over_what_was_typed_for_all() -> None:
     over = ("optimization=basic", "training.epochs=3", "optimizer.lr=0.5")
     one, other = arms("a: training.steps=5", "b: optimizer.lr=0.1", over=over)
     assert (one.config.training.steps, one.config.training.epochs) == (5, None)
@@ -44,7 +44,7 @@ def test_the_arm_wins_over_what_was_typed_for_all():
     assert other.config.training.epochs == 3
 
 
-def test_the_command_of_an_arm_trains_the_same_by_itself():
+def test_the_command_of_an_arm_trains_the_same_by_itself() -> None:
     over = ("job=benchmark", "benchmark.budget_s=5", "data=cancer", "model.width=8")
     for arm in arms("none", "b: optimization=basic optimizer=sgd", over=over):
         words = shlex.split(arm.command)
@@ -56,12 +56,12 @@ def test_the_command_of_an_arm_trains_the_same_by_itself():
     ("typed", "over"),
     [("basic distributed=ddp", ()), ("basic", ("distributed=fsdp", "distributed.processes=2"))],
 )
-def test_a_distributed_arm_is_refused_by_name(typed, over):
+def test_a_distributed_arm_is_refused_by_name(typed: str, over: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"(benchmark.arms|^distributed): .* single processes"):
         arms("none", typed, over=over)
 
 
-def test_every_arm_has_a_folder_of_its_own_that_can_be_typed():
+def test_every_arm_has_a_folder_of_its_own_that_can_be_typed() -> None:
     quoted = """name='x.x' "device.threads=1\""""
     measured = arms("none", "NONE: basic", "comparison: ultra", quoted)
     folders = ["none", "NONE-2", "comparison-2", "name=-x.x-device.threads=1"]
@@ -84,13 +84,13 @@ def test_every_arm_has_a_folder_of_its_own_that_can_be_typed():
         (["none", "model=gpt"], "gpt reads tokens"),
     ],
 )
-def test_an_arm_that_cannot_be_measured_is_refused(typed, says):
+def test_an_arm_that_cannot_be_measured_is_refused(typed: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         arms(*typed)
     assert caught.value.key == "benchmark.arms"
 
 
-def test_the_reference_is_the_first_arm_or_the_one_that_is_named():
+def test_the_reference_is_the_first_arm_or_the_one_that_is_named() -> None:
     measured = arms("none", "basic")
     assert reference_arm(measured, BenchmarkConfig()).name == "none"
     assert reference_arm(measured, BenchmarkConfig(reference="basic")).name == "basic"
@@ -98,7 +98,7 @@ def test_the_reference_is_the_first_arm_or_the_one_that_is_named():
         arms("none", "basic", reference="basc")
 
 
-def test_a_budget_without_a_turn_for_each_and_nothing_to_attribute_are_refused():
+def test_a_budget_without_a_turn_for_each_and_nothing_to_attribute_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"benchmark\.budget_s: 0\.7 s is not enough") as caught:
         arms("none", "basic", budget_s=0.7)
     assert "3 processes" in str(caught.value)  # two and the control
@@ -107,7 +107,7 @@ def test_a_budget_without_a_turn_for_each_and_nothing_to_attribute_are_refused()
         arms("basic", "none", attribute=True)
 
 
-def test_other_work_is_named():
+def test_other_work_is_named() -> None:
     measured = arms("none", "b: model.width=8", "c: optimizer=sgd")
     notes = [note.partition(",")[0] for note in describe_differences(measured, measured[0])]
     assert notes == ["b: different model from none", "c: different optimizer from none"]

@@ -39,7 +39,7 @@ def effect(attribution: Attribution, name: str) -> Effect:
     return next(one for one in attribution.effects if one.name == name)
 
 
-def test_planted_effects_are_recovered_alone_and_within_the_level():
+def test_planted_effects_are_recovered_alone_and_within_the_level() -> None:
     mib = {"compile": 200.0, "amp": -100.0}
     result = attributed(World(SPEEDUPS, seed=1, mib=mib))
     names = ["system", "tf32", "channels_last", "amp", "compile", "fused_optimizer"]
@@ -47,6 +47,7 @@ def test_planted_effects_are_recovered_alone_and_within_the_level():
     for name, truth in SPEEDUPS.items():
         one = effect(result, name)
         for interval in (one.added_interval, one.removed_interval):
+            assert interval is not None
             assert interval[0] / 1.02 < truth < interval[1] * 1.02
         assert one.interaction == pytest.approx(1.0, abs=0.04)
         assert one.added_memory_bytes == one.removed_memory_bytes == mib.get(name, 0) * MIB
@@ -59,18 +60,19 @@ def test_planted_effects_are_recovered_alone_and_within_the_level():
     assert all(name in " ".join(nothing) for name in ("system", "tf32"))
 
 
-def test_planted_interactions_are_recovered():
+def test_planted_interactions_are_recovered() -> None:
     world, factor = World(SPEEDUPS, together={("amp", "compile"): 1.25}), 1.25
     result = attributed(world)
     for name in ("amp", "compile"):
         one = effect(result, name)
+        assert one.interaction_interval is not None
         assert one.interaction_interval[0] / 1.01 <= factor <= one.interaction_interval[1] * 1.01
         assert one.removed == pytest.approx(factor * SPEEDUPS[name], rel=0.03)
     assert any(s.startswith("compile: alone 1.") for s in result.sentences)
     assert world.most_alive <= 6  # plain, level, two arms for each of two techniques
 
 
-def test_a_technique_that_is_idle_in_the_level_or_alone_is_a_note():
+def test_a_technique_that_is_idle_in_the_level_or_alone_is_a_note() -> None:
     def holds(name: str, on: set[str]) -> str:
         alone = "needs compile" if name == "amp" and "compile" not in on else ""
         return "no GPU" if name == "tf32" else alone
@@ -89,7 +91,7 @@ def test_a_technique_that_is_idle_in_the_level_or_alone_is_a_note():
 
 
 @pytest.mark.parametrize("dying", ["none + amp", "advanced - amp"])
-def test_an_arm_that_dies_costs_its_own_number_only(dying):
+def test_an_arm_that_dies_costs_its_own_number_only(dying: str) -> None:
     result = attributed(World(SPEEDUPS, dies={dying: ("oom", "killed for memory")}))
     one = effect(result, "amp")
     assert (one.added is None) is ("+" in dying)
@@ -99,7 +101,7 @@ def test_an_arm_that_dies_costs_its_own_number_only(dying):
     assert effect(result, "compile").removed == pytest.approx(1.3, rel=0.03)
 
 
-def test_the_budget_is_shared_evenly_and_its_end_is_stated():
+def test_the_budget_is_shared_evenly_and_its_end_is_stated() -> None:
     world = World(SPEEDUPS, noise=0.2)
     result = attributed(world, attribute_budget_s=150.0)
     assert "benchmark.attribute_budget_s=150" in result.stopped
@@ -109,7 +111,7 @@ def test_the_budget_is_shared_evenly_and_its_end_is_stated():
     assert world.now - starting <= 150.0 + 3 * (MIN_LAUNCH_BLOCKS * 6 * 0.25 + 1)
 
 
-def test_the_intervals_of_all_techniques_hold_together():
+def test_the_intervals_of_all_techniques_hold_together() -> None:
     """Bonferroni: each of 18 intervals takes 10 blocks, where one alone would take 6."""
     world = World(SPEEDUPS)
     result = attributed(world, attribute_budget_s=3.0)
@@ -126,7 +128,7 @@ def planned(level: Arm, reference: Arm, name: str) -> Ablation:
     return next(trial for trial in trials if trial.name == name)
 
 
-def test_an_arm_has_the_knobs_of_the_level_and_nothing_else_of_it():
+def test_an_arm_has_the_knobs_of_the_level_and_nothing_else_of_it() -> None:
     level = arm("ultra", "optimization.strict=true")
     amp = planned(level, LEVELS["none"], "amp")
     alone, without = amp.added, amp.removed
@@ -138,7 +140,7 @@ def test_an_arm_has_the_knobs_of_the_level_and_nothing_else_of_it():
     assert not without.config.optimization.strict
 
 
-def test_a_users_own_technique_is_added_and_left_out_by_its_class():
+def test_a_users_own_technique_is_added_and_left_out_by_its_class() -> None:
     level = Arm("mine", compose(["optimization=basic"]))
     level.config.optimization.extra = ["my_package.Faster", "my_package.Other"]
     own = planned(level, LEVELS["none"], "Faster")
@@ -149,7 +151,7 @@ def test_a_users_own_technique_is_added_and_left_out_by_its_class():
 
 
 @pytest.mark.slow
-def test_a_level_is_taken_apart_in_real_processes():
+def test_a_level_is_taken_apart_in_real_processes() -> None:
     work = ("training.steps=1000", "monitoring=quiet")
     settings = BenchmarkConfig(attribute_budget_s=30.0, block_s=0.1)
     on = [{"name": name, "engaged": True} for name in ("system", "fused_optimizer")]

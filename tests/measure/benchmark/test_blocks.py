@@ -54,13 +54,13 @@ HEAVY = "heavy-tailed 2 %"
         *(pytest.param(n, w, 1000, marks=pytest.mark.slow) for n in NOISES for w in (0.01, 0.05)),
     ],
 )
-def test_intervals_hold_through_the_stopping_rule(noise, narrow, runs):
+def test_intervals_hold_through_the_stopping_rule(noise: str, narrow: float, runs: int) -> None:
     covered, _ = coverage(NOISES[noise], StoppingRule(narrow, 120), runs)
     assert min(covered.values()) >= 0.94, covered
 
 
 @pytest.mark.slow
-def test_blocks_that_resemble_the_ones_before_make_intervals_wider_and_take_more():
+def test_blocks_that_resemble_the_ones_before_make_intervals_wider_and_take_more() -> None:
     """0.5 from turn to turn: intervals that take blocks for independent would hold in 91 %."""
     covered, more = coverage(Noise(0.02, stalls=0.0, memory=0.5), TWO_MINUTES, runs=150)
     assert min(covered.values()) >= 0.94, covered
@@ -79,7 +79,9 @@ OVER_PROCESSES = [(name, processes, 1000, 0.935) for name in PROCESSES for proce
         *(pytest.param(*case, marks=pytest.mark.slow) for case in OVER_PROCESSES),
     ],
 )
-def test_intervals_over_processes_hold_where_these_differ(noise, processes, count, least):
+def test_intervals_over_processes_hold_where_these_differ(
+    noise: str, processes: int, count: int, least: float
+) -> None:
     """Of one process each, they hold in 52 % at 2 %."""
     covered, _ = coverage(PROCESSES[noise], replace(TWO_MINUTES, processes=processes), count)
     assert min(covered.values()) >= least, covered
@@ -104,7 +106,7 @@ def launched(
     return run_blocks(machine.turn, list(EFFECTS), BASE, rule, *how), starts
 
 
-def test_all_arms_start_again_within_the_budget_for_as_many_blocks_each_time():
+def test_all_arms_start_again_within_the_budget_for_as_many_blocks_each_time() -> None:
     measured, _ = launched(5.0)
     first = measured.launch_starts[1]
     assert first >= 3 and len(measured.launch_starts) == 5
@@ -122,7 +124,7 @@ def test_all_arms_start_again_within_the_budget_for_as_many_blocks_each_time():
     assert (short.processes, starts) == (1, [])
 
 
-def test_an_arm_that_does_not_start_again_is_estimated_from_the_processes_it_had():
+def test_an_arm_that_does_not_start_again_is_estimated_from_the_processes_it_had() -> None:
     measured, _ = launched(3.0, ends={"small": 3})
     assert len(measured.turns["small"]) == measured.launch_starts[3] < measured.blocks
     assert measured.failures["small"].status == "oom"
@@ -131,7 +133,7 @@ def test_an_arm_that_does_not_start_again_is_estimated_from_the_processes_it_had
     assert math.isfinite(measured.estimates["small"].half_width)
 
 
-def test_every_arm_has_a_turn_in_every_block_in_an_order_drawn_by_lot():
+def test_every_arm_has_a_turn_in_every_block_in_an_order_drawn_by_lot() -> None:
     machine = Machine(Noise(), EFFECTS, 0)
     run(machine, replace(ENDLESS, interim_blocks=(20,)))
     blocks = [tuple(machine.order[i : i + 4]) for i in range(0, 80, 4)]
@@ -144,7 +146,7 @@ def test_every_arm_has_a_turn_in_every_block_in_an_order_drawn_by_lot():
     assert again.order == machine.order != other.order
 
 
-def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends():
+def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends() -> None:
     looks: list[int] = []
     rule = replace(ENDLESS, interim_blocks=(8, 12, 16))
     measured = run(Machine(Noise(), EFFECTS, 0), rule, None, lambda m: looks.append(m.blocks))
@@ -152,7 +154,7 @@ def test_looks_come_at_the_blocks_that_were_fixed_and_the_plan_ends():
     assert measured.stop_reason == "all 16 planned blocks are measured"
 
 
-def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_left():
+def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_left() -> None:
     measured = run(Machine(Noise(0.05), EFFECTS, 0), StoppingRule(1e-9, 13))
     assert measured.stop_reason == "the budget of 13 s is spent"
     assert 8 < measured.blocks < 16 and 13 <= measured.seconds < 14.5
@@ -163,7 +165,9 @@ def test_the_budget_ends_it_but_for_six_blocks_and_the_last_look_spends_what_is_
 
 
 @pytest.mark.parametrize("budget_s", [0.1, 1, 13])
-def test_a_budget_that_must_not_be_overdrawn_ends_within_a_turn_and_with_whole_blocks(budget_s):
+def test_a_budget_that_must_not_be_overdrawn_ends_within_a_turn_and_with_whole_blocks(
+    budget_s: float,
+) -> None:
     measured = run(Machine(Noise(), EFFECTS, 0), StoppingRule(1e-9, budget_s, overdraws=False))
     assert budget_s <= measured.seconds < budget_s + 0.6
     assert {len(turns) for turns in measured.turns.values()} == {measured.blocks}
@@ -172,7 +176,7 @@ def test_a_budget_that_must_not_be_overdrawn_ends_within_a_turn_and_with_whole_b
     assert all(math.isfinite(x.half_width) == enough for x in measured.estimates.values())
 
 
-def test_an_arm_that_ends_is_out_and_the_others_go_on():
+def test_an_arm_that_ends_is_out_and_the_others_go_on() -> None:
     machine = Machine(Noise(0.01), EFFECTS, 0)
     measured = run(machine, replace(ENDLESS, interim_blocks=(8, 12)), ending(machine, {"small": 7}))
     assert measured.failures["small"].status == "oom"
@@ -184,7 +188,7 @@ def test_an_arm_that_ends_is_out_and_the_others_go_on():
 
 
 @pytest.mark.parametrize("ends", [{BASE: 2, "other": 4}, {BASE: 0, "other": 0}])
-def test_when_all_arms_end_it_ends(ends):
+def test_when_all_arms_end_it_ends(ends: dict[str, int]) -> None:
     machine = Machine(Noise(), {BASE: 1.0, "other": 1.0}, 0)
     measured = run(machine, TWO_MINUTES, ending(machine, ends))
     assert measured.stop_reason == "every arm ended early"

@@ -29,13 +29,15 @@ def measured(world: World, *others: Arm, folder: Path | None = None, **how: Any)
     return measure(arms, settings, folder, pool=world.pool, clock=world.clock)
 
 
-def test_planted_speedups_are_recovered_and_nothing_else_is_claimed(tmp_path):
+def test_planted_speedups_are_recovered_and_nothing_else_is_claimed(tmp_path: Path) -> None:
     result = measured(World(SPEEDUPS, others=0.01), folder=tmp_path, narrow=0.02, budget_s=120.0)
     none, basic, amp = result.arms
     assert (none.speedup, none.speedup_interval, none.claim) == (1.0, None, "")
+    assert basic.speedup_interval is not None and amp.speedup_interval is not None
     assert basic.speedup_interval[0] < 1.5 < basic.speedup_interval[1]
     assert amp.speedup_interval[0] < 1.0 < amp.speedup_interval[1]
     assert (basic.claim, amp.claim) == ("faster", "same")
+    assert result.control is not None
     assert result.control.interval[0] < 1 < result.control.interval[1]
     assert result.noise_floor is not None and 0 < result.noise_floor < 0.1
     assert result.blocks == basic.blocks == len(basic.per_sample_ms) >= 8
@@ -46,7 +48,7 @@ def test_planted_speedups_are_recovered_and_nothing_else_is_claimed(tmp_path):
     assert BenchmarkResult.read(tmp_path) == result
 
 
-def test_a_slower_start_is_paid_back_after_so_many_steps():
+def test_a_slower_start_is_paid_back_after_so_many_steps() -> None:
     world = World(
         SPEEDUPS,
         noise=0.0,
@@ -63,7 +65,7 @@ def test_a_slower_start_is_paid_back_after_so_many_steps():
     assert result.arm("amp").break_even_steps is None  # it saves nothing
 
 
-def test_an_arm_that_ends_early_is_a_row_and_the_others_continue(tmp_path):
+def test_an_arm_that_ends_early_is_a_row_and_the_others_continue(tmp_path: Path) -> None:
     dies = {"basic": ("killed", "by SIGKILL")}
     world = World({}, refuses={"amp": ("oom", "took 9 GiB")}, dies=dies, dies_after=12)
     result = measured(world, folder=tmp_path, narrow=0.0001, budget_s=20.0)
@@ -75,7 +77,7 @@ def test_an_arm_that_ends_early_is_a_row_and_the_others_continue(tmp_path):
     assert BenchmarkResult.read(tmp_path) == result
 
 
-def test_without_the_reference_there_are_times_and_no_ratios():
+def test_without_the_reference_there_are_times_and_no_ratios() -> None:
     result = measured(World(SPEEDUPS, refuses={"none": ("failed", "no such file")}))
     assert [row.speedup for row in result.arms] == [None, None, None]
     assert [row.step_ms is None for row in result.arms] == [True, False, False]
@@ -84,7 +86,7 @@ def test_without_the_reference_there_are_times_and_no_ratios():
     )
 
 
-def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated():
+def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated() -> None:
     result = measured(World(SPEEDUPS, refuses={CONTROL: ("failed", "x")}))
     assert (result.control, result.noise_floor, result.claim_threshold) == (None, None, None)
     assert any("the control, none, again, ended early (failed: x)" in note for note in result.notes)
@@ -95,14 +97,14 @@ def test_without_a_control_the_noise_floor_is_unknown_and_that_is_stated():
     assert result.arm("basic").claim == "faster"
 
 
-def test_a_control_that_differs_from_itself_raises_the_floor_and_is_a_note():
+def test_a_control_that_differs_from_itself_raises_the_floor_and_is_a_note() -> None:
     result = measured(World({"fused_optimizer": 1.05}, factors={CONTROL: 1.2}, noise=0.005))
     assert result.noise_floor is not None and result.noise_floor > 0.15
     assert result.arm("basic").claim == ""  # 5 % is less than what nothing at all comes to
     assert any("the reference against itself" in note for note in result.notes)
 
 
-def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_notes():
+def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_notes() -> None:
     world = World(
         SPEEDUPS,
         others=0.3,
@@ -117,8 +119,8 @@ def test_a_noisy_machine_idle_techniques_and_an_arm_that_does_not_train_are_note
 
 
 def test_arms_with_other_batches_are_compared_by_the_sample_and_a_full_disk_costs_nothing(
-    tmp_path, caplog
-):
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     big = compose(["optimization=none", "training.batch_size=64", "model.width=8"])
     arms = arm("basic"), Arm("big", big, ["training.batch_size=64"])
@@ -128,7 +130,7 @@ def test_arms_with_other_batches_are_compared_by_the_sample_and_a_full_disk_cost
     assert result.arm("basic").claim == "faster" and "not written" in caplog.text
 
 
-def test_several_processes_of_each_arm_take_no_more_than_the_budget():
+def test_several_processes_of_each_arm_take_no_more_than_the_budget() -> None:
     world = World(SPEEDUPS, processes=0.02)
     result = measured(world, budget_s=60.0)
     assert result.processes == 5 and world.started.count("basic") == 5
@@ -142,7 +144,7 @@ def test_several_processes_of_each_arm_take_no_more_than_the_budget():
     assert [row.claim for row in dear.arms] == ["", "faster", ""]  # too little is known for `same`
 
 
-def test_the_intervals_of_all_arms_hold_together():
+def test_the_intervals_of_all_arms_hold_together() -> None:
     """Two besides the reference share the 5 %, so naming the fastest is no selection."""
     how: dict[str, Any] = {"processes": 1, "budget_s": 1.0, "control": False}
     one, two = measured(World(SPEEDUPS), arm("basic"), **how), measured(World(SPEEDUPS), **how)
@@ -153,7 +155,9 @@ def test_the_intervals_of_all_arms_hold_together():
     ("number", "code", "processes", "status"),
     [(signal.SIGINT, 130, 1, "interrupted"), (signal.SIGTERM, 143, 5, "done")],
 )
-def test_ctrl_c_keeps_the_measurements(tmp_path, number, code, processes, status):
+def test_ctrl_c_keeps_the_measurements(
+    tmp_path: Path, number: int, code: int, processes: int, status: str
+) -> None:
     """Arms that have a further process have ended the first one's run as they should."""
     world = World(SPEEDUPS, interrupt_at=50, signal=number)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)

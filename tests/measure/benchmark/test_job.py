@@ -42,7 +42,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home(folder)
 
 
-def test_two_arms_are_measured_on_real_steps_and_the_third_is_a_failure_with_its_reason(measured):
+def test_two_arms_are_measured_on_real_steps_and_the_third_is_a_failure_with_its_reason(
+    measured: Path,
+) -> None:
     result = BenchmarkResult.read(measured)
     assert [arm.status for arm in result.arms] == ["done", "done", "failed"]
     assert "device.affinity" in result.arm("broken").reason
@@ -54,6 +56,7 @@ def test_two_arms_are_measured_on_real_steps_and_the_third_is_a_failure_with_its
         assert arm.peak_process_bytes is not None and arm.peak_process_bytes > 50 << 20
         assert len(arm.losses) >= 4 and arm.problems == []
         assert arm.summary["device"]["kind"] == "cpu"
+    assert basic.speedup_interval is not None
     assert basic.speedup_interval[0] <= (basic.speedup or 0) <= basic.speedup_interval[1]
     assert (none.parity, basic.parity) == ("exact", "explained by precision")
     assert result.control is not None
@@ -79,7 +82,9 @@ def planted(none_ms: float, basic_ms: float) -> BenchmarkResult:
     return BenchmarkResult("tiny", "none", arms, **facts)  # type: ignore[arg-type]
 
 
-def test_a_stored_result_that_was_faster_is_a_regression(tmp_path, monkeypatch, capsys):
+def test_a_stored_result_that_was_faster_is_a_regression(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     planted(1.0, 0.01).write(tmp_path / "stored")
     monkeypatch.setattr(job, "measure", lambda *arms, **how: planted(1.0, 1.0))
     arms = ["benchmark.arms=[none,basic]", f"benchmark.baseline={tmp_path / 'stored'}"]
@@ -92,7 +97,7 @@ def test_a_stored_result_that_was_faster_is_a_regression(tmp_path, monkeypatch, 
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path):
+def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path: Path) -> None:
     typed = [*TINY, "benchmark.arms=[none,basic]", "benchmark.narrow=0.00001",
              "benchmark.budget_s=300", "monitoring.line_every_s=0.01"]  # fmt: skip
     variables = {"PYTHONPATH": str(runs.TESTS.parent), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
@@ -127,7 +132,9 @@ def test_ctrl_c_keeps_the_rows_and_leaves_no_process(tmp_path):
         ("benchmark.baseline=damaged", "arms[0].per_sample_ms has a time ≤ 0"),
     ],
 )
-def test_a_mistake_is_answered_before_anything_is_started(tmp_path, override, says):
+def test_a_mistake_is_answered_before_anything_is_started(
+    tmp_path: Path, override: str, says: str
+) -> None:
     arm = ArmResult("none", [], "done", per_sample_ms=[-1.0])
     BenchmarkResult("tiny", "none", [arm], machine=machine_facts()).write(tmp_path / "damaged")
     done = run(tmp_path, override)

@@ -3,6 +3,7 @@
 import copy
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +50,9 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(320, 16), torch.randint(0, 3, (320,))
 
 
-def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(tmp_path, capsys):
+def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = net().eval()
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -78,7 +81,7 @@ def test_arms_of_a_live_model_are_measured_and_the_caller_keeps_what_he_has(tmp_
     assert [row.name for row in compare_arms(result, tmp_path).rows] == ["none", "Waste"]
 
 
-def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out():
+def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out() -> None:
     unsendable = Computed(lambda model, x: model.layer(x), layer=nn.Linear(16, 3))
     with pytest.raises(UsageError, match="model cannot be sent.*classes and functions of a module"):
         benchmark_optimizations(unsendable, data(), ["none", "basic"], budget_s=3)
@@ -101,13 +104,17 @@ def test_what_cannot_be_sent_to_a_process_is_named_with_the_way_out():
         ({"budget_s": 0.01}, "budget_s"),
     ],
 )
-def test_a_mistake_is_answered_before_any_process_is_started(more, message):
+def test_a_mistake_is_answered_before_any_process_is_started(
+    more: dict[str, object], message: str
+) -> None:
     with pytest.raises(Exception, match=message) as caught:
         benchmark_optimizations(net(), data(), **{"arms": ["none", "basic"], **more})  # type: ignore[arg-type]
     assert type(caught.value).__module__ == "runner.core.errors"
 
 
-def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(monkeypatch):
+def test_a_model_typed_into_a_shell_is_refused_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Mine(nn.Linear): ...
 
     Mine.__module__ = "__main__"

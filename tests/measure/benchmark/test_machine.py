@@ -14,12 +14,13 @@ BURN = "print(flush=True)\nwhile True: pass"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
-def test_the_work_of_others_counts_and_that_of_the_arm_does_not():
+def test_the_work_of_others_counts_and_that_of_the_arm_does_not() -> None:
     """Both monitors watch the same time, so the rest of the machine's load is in both."""
     command = [sys.executable, "-c", BURN]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
     try:
         for process in processes:
+            assert process.stdout is not None
             process.stdout.readline()
         arm, other = (psutil.Process(process.pid) for process in processes)
         for one in (arm, other):  # their times stand still while both monitors read them

@@ -32,7 +32,7 @@ def arm(extra: str, *overrides: str) -> Arm:
     return Arm("an arm", compose([*SMALL, TRUSTED, *overrides, *asked]))
 
 
-def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process():
+def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process() -> None:
     with ParityChecker(60.0) as checker:
         assert checker.check(arm("", "optimization=none")) == ParityVerdict("exact", NO_TECHNIQUE)
         assert checker.process is None
@@ -40,9 +40,10 @@ def test_an_arm_without_techniques_is_the_plain_run_and_takes_no_process():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("parity_mutants")
-def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end():
+def test_one_process_judges_all_and_is_replaced_when_it_dies_or_does_not_end() -> None:
     with ParityChecker(120.0) as checker:
         right = checker.check(arm("", "optimization=basic"))
+        assert checker.process is not None
         pid = checker.process.pid
         wrong = checker.check(arm("parity_mutants.DroppedGradient", "optimization=none"))
         assert checker.process.pid == pid

@@ -56,13 +56,13 @@ def baseline(folder: Path | None, *names: str) -> BenchmarkResult | None:
     return load_baseline(BenchmarkConfig(baseline=folder and str(folder)), names or ["none"])
 
 
-def test_the_same_again_is_no_regression():
+def test_the_same_again_is_no_regression() -> None:
     for seed in range(5):
         plain = compared(result(seed)).to_dict()
         assert plain["sentences"] == ["no regressions"] and not plain["regressed"]
 
 
-def test_an_arm_that_got_slower_is_a_regression_with_its_interval():
+def test_an_arm_that_got_slower_is_a_regression_with_its_interval() -> None:
     comparison = compared(result(1, ultra=0.6))
     (line,) = comparison.regressions
     assert line.startswith("ultra takes ")
@@ -71,7 +71,7 @@ def test_an_arm_that_got_slower_is_a_regression_with_its_interval():
     assert "less time" in compared(result(1, ultra=0.4)).notes[0]
 
 
-def test_less_than_the_tolerance_or_the_noise_floor_is_no_regression():
+def test_less_than_the_tolerance_or_the_noise_floor_is_no_regression() -> None:
     assert compared(result(1, ultra=0.515)).regressions == []
     assert compared(result(1, ultra=0.6), tolerance=0.3).regressions == []
     noisy = result(1, ultra=0.6)
@@ -85,7 +85,7 @@ def test_less_than_the_tolerance_or_the_noise_floor_is_no_regression():
 
 
 @pytest.mark.parametrize("load", [Load(), BUSY])
-def test_the_reference_is_judged_on_a_quiet_machine_only(load):
+def test_the_reference_is_judged_on_a_quiet_machine_only(load: Load) -> None:
     now = result(1, none=3.0)
     assert slower(compared(now)) == ["none"]
     now.load = load
@@ -95,7 +95,7 @@ def test_the_reference_is_judged_on_a_quiet_machine_only(load):
 
 
 @pytest.mark.parametrize("load", [Load(others=0.01), BUSY])
-def test_a_change_common_to_all_arms_is_reported_and_the_rest_is_judged(load):
+def test_a_change_common_to_all_arms_is_reported_and_the_rest_is_judged(load: Load) -> None:
     now = result(1, none=3.0, ultra=1.5)
     now.load = load
     comparison = compared(now)
@@ -113,13 +113,13 @@ def test_a_change_common_to_all_arms_is_reported_and_the_rest_is_judged(load):
         assert slower(alone) == [name] and "all arms" not in "".join(alone.regressions)
 
 
-def test_a_reference_that_got_faster_makes_no_regression_of_the_others():
+def test_a_reference_that_got_faster_makes_no_regression_of_the_others() -> None:
     comparison = compared(result(1, none=0.7))
     assert comparison.regressions == []
     assert any("its own time is within the limit" in note for note in comparison.notes)
 
 
-def test_text_of_a_baseline_cannot_forge_lines():
+def test_text_of_a_baseline_cannot_forge_lines() -> None:
     then = result(100)
     then.arms[1].overrides = ["\x1b[31mred\nforged"]
     then.machine["torch"], then.started = "1\n2", "\x1b]0;x"
@@ -128,7 +128,7 @@ def test_text_of_a_baseline_cannot_forge_lines():
     assert "\x1b" not in text and "\n" not in text
 
 
-def test_memory_parity_and_a_failure_that_got_worse_are_regressions():
+def test_memory_parity_and_a_failure_that_got_worse_are_regressions() -> None:
     now = result(1)
     row = now.arms[1]
     row.peak_process_bytes = 410 * MIB  # two runs of the same differ by as much
@@ -143,7 +143,7 @@ def test_memory_parity_and_a_failure_that_got_worse_are_regressions():
     ]
 
 
-def test_other_work_and_arms_of_one_session_alone_are_notes():
+def test_other_work_and_arms_of_one_session_alone_are_notes() -> None:
     now = result(1, ultra=0.9)
     now.arms[1].config = {"training.batch_size": 64, "a.new.key": 1}
     assert compared(now).regressions == []
@@ -157,7 +157,7 @@ def test_other_work_and_arms_of_one_session_alone_are_notes():
     assert compared(now).notes == ["mine is not in the baseline", "ultra is only in the baseline"]
 
 
-def test_another_machine_is_refused_by_what_differs(tmp_path):
+def test_another_machine_is_refused_by_what_differs(tmp_path: Path) -> None:
     then = result(1)
     then.machine |= {"cores": 999, "cpu": "abacus"}
     with pytest.raises(ConfigError, match="cpu is .*, was abacus; cores is .*, was 999"):
@@ -170,7 +170,7 @@ def test_another_machine_is_refused_by_what_differs(tmp_path):
     assert any(", was 1.0" in note for note in compared(result(1), other_torch).notes)
 
 
-def test_a_stored_result_without_these_arms_is_refused(tmp_path):
+def test_a_stored_result_without_these_arms_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"benchmark\.baseline: .*No such file"):
         baseline(tmp_path)
     result(1).write(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -32,14 +33,14 @@ def result() -> BenchmarkResult:
     )  # fmt: skip
 
 
-def test_it_is_read_as_it_was_written(tmp_path):
+def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
     result().write(tmp_path)
     assert BenchmarkResult.read(tmp_path) == result()
     assert BenchmarkResult.read(tmp_path / FILE) == result()
     assert os.listdir(tmp_path) == [FILE]
 
 
-def test_numbers_that_json_has_not_and_keys_of_a_newer_version_are_read(tmp_path):
+def test_numbers_that_json_has_not_and_keys_of_a_newer_version_are_read(tmp_path: Path) -> None:
     changed = result()
     changed.arms[0].losses = [1.0, math.nan]
     changed.arms[1].speedup_interval = (0.5, math.inf)
@@ -63,7 +64,7 @@ def test_numbers_that_json_has_not_and_keys_of_a_newer_version_are_read(tmp_path
         (lambda d: json.dumps(d | {"control": {"ratio": 1, "interval": [1]}}), "control.interval"),
     ],
 )
-def test_a_file_that_is_damaged_or_foreign_says_so(tmp_path, change, says):
+def test_a_file_that_is_damaged_or_foreign_says_so(tmp_path: Path, change, says: str) -> None:  # type: ignore[no-untyped-def]
     result().write(tmp_path)
     path = tmp_path / FILE
     path.write_text(change(json.loads(path.read_text())))
@@ -72,7 +73,7 @@ def test_a_file_that_is_damaged_or_foreign_says_so(tmp_path, change, says):
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there_or_cannot_be_written_says_so(tmp_path):
+def test_a_file_that_is_not_there_or_cannot_be_written_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="No such file"):
         BenchmarkResult.read(tmp_path)
     (tmp_path / "f").write_text("")

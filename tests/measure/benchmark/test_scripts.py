@@ -82,8 +82,8 @@ def measured(world: World, *trials: ClaimRun) -> list[ClaimResult]:
     ],
 )
 def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
-    measures, bar, end, interval, noise, expected
-):
+    measures: str, bar: float, end: float, interval: Any, noise: float, expected: str
+) -> None:
     estimate = Estimate(sum(interval) / 2, *interval)
     result, reason = decide_verdict(claim(measures, bar, range_end=end), estimate, noise)
     assert result == expected
@@ -102,7 +102,9 @@ def test_a_verdict_takes_all_of_the_interval_on_one_side_of_the_bar(
         ("flash attention", {"reading": 0.4}, HOLDS),
     ],
 )
-def test_a_planted_effect_gets_the_verdict_of_its_claim(name, effect, expected):
+def test_a_planted_effect_gets_the_verdict_of_its_claim(
+    name: str, effect: dict[str, float], expected: str
+) -> None:
     tested = replace(CLAIMS[name], arm="arm", needs="")
     (row,) = measured(planted(**effect), trial(tested))  # type: ignore[arg-type]
     assert (row.name, row.verdict, row.claimed) == (name, expected, tested.claimed)
@@ -112,7 +114,7 @@ def test_a_planted_effect_gets_the_verdict_of_its_claim(name, effect, expected):
 
 
 @pytest.mark.parametrize("dies", [PLAIN_ARM, "arm"])
-def test_what_cannot_be_measured_is_a_row_that_says_why(dies):
+def test_what_cannot_be_measured_is_a_row_that_says_why(dies: str) -> None:
     (scaling,) = [tested for tested in TRIALS if tested.gpus]
     idle = trial(claim("speed", 1.5, needs="amp"), arm=["optimization=amp"])
     refused = trial(claim("speed", 1.2), arm=("optimization=basic", "model.width=0"))
@@ -129,7 +131,7 @@ def test_what_cannot_be_measured_is_a_row_that_says_why(dies):
 
 
 @pytest.mark.parametrize("tested", [t for t in TRIALS if not t.gpus])
-def test_every_claim_composes_with_its_techniques_enabled(tested):
+def test_every_claim_composes_with_its_techniques_enabled(tested: ClaimRun) -> None:
     plain = config_of(*tested.work, *tested.plain).optimization
     configs = {name: config_of(*tested.work, *over) for name, over in tested.arms.items()}
     for one in tested.claims:
@@ -140,7 +142,7 @@ def test_every_claim_composes_with_its_techniques_enabled(tested):
         assert one.note
 
 
-def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention():
+def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention() -> None:
     text = """
         data=stdlib_text data.sequence=512 data.validation_samples=2 model=gpt
         model.width=32 model.depth=1 training.batch_size=4 optimization=custom
@@ -159,7 +161,7 @@ def test_the_memory_of_a_step_includes_the_matrix_of_plain_attention():
     assert peaks["plain"] - peaks["flash"] > 0.5 * matrices
 
 
-def test_the_page_has_a_row_for_each_claim():
+def test_the_page_has_a_row_for_each_claim() -> None:
     typed = "python -m runner optimization=compile"
     rows = [
         ClaimResult("faster", "20–30 % faster", "digits", "speed", HOLDS, 1.31, (1.29, 1.33), 0.011,
@@ -179,14 +181,14 @@ def test_the_page_has_a_row_for_each_claim():
 
 
 @pytest.mark.parametrize("typed", ["experiment=claims", "+benchmark.claims=true"])
-def test_claims_in_a_command_name_the_script_that_measures_them(typed, tmp_path):
+def test_claims_in_a_command_name_the_script_that_measures_them(typed: str, tmp_path: Path) -> None:
     done = command(tmp_path, "job=benchmark", typed)
     assert done.returncode == 2
     assert "python scripts/bench_claims.py" in done.stderr and "'claims'" in done.stderr
 
 
 @pytest.mark.slow
-def test_every_benchmark_runs_and_prints_its_table():
+def test_every_benchmark_runs_and_prints_its_table() -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPTS / "bench_all.py"), "--smoke"], capture_output=True, text=True
     )

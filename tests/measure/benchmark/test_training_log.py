@@ -30,7 +30,7 @@ def noise(count: int, mean: float, seed: int = 0) -> list[float]:
     return [draw.gauss(mean, 0.2) for _ in range(count)]
 
 
-def test_the_work_is_that_of_the_config_but_for_what_has_an_end():
+def test_the_work_is_that_of_the_config_but_for_what_has_an_end() -> None:
     asked = config("schedule=cosine", "training.patience=3", "stability=strict", "seed=7")
     before = config_hash(asked)
     work = measurement_config(asked)
@@ -57,12 +57,14 @@ def test_the_work_is_that_of_the_config_but_for_what_has_an_end():
         ([1.0, math.nan, 1.0], {}, "the loss was not finite in 1 of 3 steps"),
     ],
 )
-def test_signs_that_an_arm_does_not_train_are_named(losses, how, expected):
+def test_signs_that_an_arm_does_not_train_are_named(
+    losses: list[float], how: dict[str, float], expected: str
+) -> None:
     texts = problems(losses, **how)  # type: ignore[arg-type]
     assert len(texts) == bool(expected) and all(re.match(expected, text) for text in texts)
 
 
-def test_starting_a_process_imports_no_torch():
+def test_starting_a_process_imports_no_torch() -> None:
     """Neither the parent's part nor what the process has before it is in its own session."""
     ours = "runner.measure.benchmark.workers.pool"
     code = f"import sys, {ours}; print('torch' in sys.modules)"
@@ -70,7 +72,7 @@ def test_starting_a_process_imports_no_torch():
     assert done.stdout == "False\n"
 
 
-def test_a_short_run_of_a_level_that_compiles_when_measured_skips_compiling():
+def test_a_short_run_of_a_level_that_compiles_when_measured_skips_compiling() -> None:
     short = config("data=digits", "optimization=ultra", "training.steps=900")
     planned = planned_techniques(short, pickle_parts({"metrics": {}}))
     assert planned["fused_optimizer"] == "engaged"

@@ -20,7 +20,7 @@ from tests.measure.benchmark.arm_parts import BASE, OWN, PARTS, QUICK, arm, is_g
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_a_killed_arm_is_reported_as_killed_and_the_others_continue(tmp_path):
+def test_a_killed_arm_is_reported_as_killed_and_the_others_continue(tmp_path: Path) -> None:
     arms = [
         arm("one", *BASE, "data.workers=1"),
         own("two", "Ends", "optimization=none", "+model.how=killed", "+model.at=30"),
@@ -45,7 +45,7 @@ def test_a_killed_arm_is_reported_as_killed_and_the_others_continue(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_error_of_an_arm_is_its_reason(tmp_path):
+def test_the_error_of_an_arm_is_its_reason(tmp_path: Path) -> None:
     arms = [
         own("raises", "Ends"),
         arm("nan", *OWN, f"data._target_={PARTS}.Slow", "model=mlp", "monitoring.every=1"),
@@ -72,7 +72,7 @@ def test_the_error_of_an_arm_is_its_reason(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_arm_that_hangs_is_ended(tmp_path, monkeypatch):
+def test_an_arm_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms = [
         own("late", "Ends", "optimization=none", "+model.how=hangs", "+model.at=20"),
         own("never", "Ends"),
@@ -119,6 +119,7 @@ def script(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True,
     )  # fmt: skip
+    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     yield parent, pid
     parent.kill()
@@ -128,7 +129,7 @@ def script(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_no_arm_outlives_its_parent(script, how):
+def test_no_arm_outlives_its_parent(script: tuple[subprocess.Popen[str], int], how: int) -> None:
     parent, pid = script
     group = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     assert len(group) >= 2  # a data worker too

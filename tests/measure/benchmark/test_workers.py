@@ -62,7 +62,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Race:
     return result
 
 
-def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race):
+def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race: Race) -> None:
     for turn in (turn for turns in race.turns.values() for turn in turns):
         assert turn.steps == len(turn.step_ms) >= 3
         assert turn.samples == pytest.approx(32 * turn.steps, rel=0.1)  # an epoch's last is less
@@ -75,7 +75,7 @@ def test_a_turn_is_steps_of_about_the_time_that_was_asked_for(race):
         assert turn.other_cpu_share is None or 0 <= turn.other_cpu_share <= 1
 
 
-def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race):
+def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race: Race) -> None:
     steps = sum(turn.steps for turn in race.turns["none"])
     assert race.finished["none"].summary["steps"] == 4 + 1 + steps
     assert race.idle_seconds <= 0.03  # of three turns of 0.1 s; the kernel counts in hundredths
@@ -85,7 +85,9 @@ def test_an_arm_works_in_its_own_turns_only_and_the_wait_is_in_no_step(race):
     assert race.finished["none"].metrics["in_steps"] < warm_up + worked + race.waited_seconds / 2
 
 
-def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_process(race):
+def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_process(
+    race: Race,
+) -> None:
     for name, finished in race.finished.items():
         assert finished.problems == []
         kept = json.loads((race.folder / name / "summary.json").read_text())
@@ -102,7 +104,7 @@ def test_a_healthy_arm_has_no_problems_a_folder_like_any_runs_and_leaves_no_proc
 
 
 @pytest.mark.slow
-def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path):
+def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path: Path) -> None:
     arms = [arm(name, *BASE, f"optimization={name}") for name in ("none", "basic")]
     hashes: list[list[int]] = []
     summaries: list[str] = []
@@ -125,7 +127,7 @@ def test_renewed_processes_share_memory_and_hashes_with_none_of_before(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_program_keeps_its_own_fork_server():
+def test_a_program_keeps_its_own_fork_server() -> None:
     mine = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60.0,))
     mine.start()
     try:
@@ -142,7 +144,7 @@ def test_a_program_keeps_its_own_fork_server():
 
 
 @pytest.mark.slow
-def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path):
+def test_equal_arms_in_several_real_processes_are_not_told_apart(tmp_path: Path) -> None:
     arms = [arm("none", *BASE), arm("same", *BASE)]
     settings = BenchmarkConfig(budget_s=600.0, narrow=0.3, processes=3, block_s=0.1, parity=False)
     result = measure(arms, settings, tmp_path)
@@ -172,7 +174,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.slow
-def test_two_data_workers_are_twice_as_fast_and_no_more(pool):
+def test_two_data_workers_are_twice_as_fast_and_no_more(pool: WorkerPool) -> None:
     ratios = []
     for _ in range(3):
         turns = {name: pool.turn(name, 0.1) for name in ("w0", "w2")}
@@ -182,7 +184,7 @@ def test_two_data_workers_are_twice_as_fast_and_no_more(pool):
 
 
 @pytest.mark.slow
-def test_data_workers_are_stopped_while_another_arm_has_its_turn(pool):
+def test_data_workers_are_stopped_while_another_arm_has_its_turn(pool: WorkerPool) -> None:
     workers = psutil.Process(pool.workers["w2"].pid).children()
     assert len(workers) == 2
     assert {worker.status() for worker in workers} == {psutil.STATUS_STOPPED}

@@ -40,7 +40,7 @@ def beyond(key: TensorKey, errors: list[float], plain: float = 1e-7) -> list[int
     ]
 
 
-def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_is_not():
+def test_the_kink_of_an_activation_is_forgiven_at_some_steps_and_a_small_fault_is_not() -> None:
     few, many = STEPS // 5, STEPS // 5 + 1
     small, large = KINK_ERROR / 2, KINK_ERROR * 2
     assert beyond(GRADIENT, [small] * few + [1e-7] * (STEPS - few)) == []
@@ -53,7 +53,7 @@ def record(gradients: dict[str, Tensor], **buffers: Tensor) -> StepRecord:
     return StepRecord(torch.ones(()), torch.ones(()), gradients, TrajectoryState({}, buffers, {}))
 
 
-def test_a_count_has_to_be_the_same():
+def test_a_count_has_to_be_the_same() -> None:
     one, two = (record({}, seen=torch.tensor(n)) for n in (1, 2))
     key = TensorKey(ErrorKind.buffer, "seen")
     for ours, error in ((two, math.inf), (one, 0.0)):
@@ -61,7 +61,7 @@ def test_a_count_has_to_be_the_same():
         assert step.error == error
 
 
-def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there():
+def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there() -> None:
     one = torch.ones(2)
     start, key = TrajectoryState({"w": one}, {}, {}), TensorKey(ErrorKind.gradient, "w")
     ours = [record({"v": one}), record({"w": one, "v": one}), record({"v": one})]
@@ -72,7 +72,7 @@ def test_a_tensor_without_a_gradient_in_some_steps_has_a_gradient_of_zero_there(
     ]
 
 
-def test_the_imaginary_part_of_a_complex_tensor_is_compared():
+def test_the_imaginary_part_of_a_complex_tensor_is_compared() -> None:
     ours, truth = torch.tensor([1 + 1j]), torch.tensor([1 + 3j])
     found = Distances()
     found.add(GRADIENT, ours, truth)
@@ -81,7 +81,7 @@ def test_the_imaginary_part_of_a_complex_tensor_is_compared():
     assert [step.floor > 0 for step in found.steps[GRADIENT]] == [True, True]
 
 
-def test_an_error_where_the_reference_is_zero_widens_no_other_bound():
+def test_an_error_where_the_reference_is_zero_widens_no_other_bound() -> None:
     plain, wrong = Distances(), Distances()
     for truth in (torch.zeros(2), torch.ones(2)):
         plain.add(GRADIENT, truth + 1e-7, truth, floor=0.0)
@@ -91,7 +91,9 @@ def test_an_error_where_the_reference_is_zero_widens_no_other_bound():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too(bad):
+def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too(
+    bad: float,
+) -> None:
     good, broken = torch.ones(3), torch.tensor([1.0, bad, 1.0])
     tolerance = Tolerance(series(GRADIENT, [1.0]), 1.0)
     for truth, wrong in ((good, True), (broken.double(), False)):
@@ -106,7 +108,9 @@ def test_a_non_finite_value_exceeds_the_distance_unless_the_reference_has_it_too
     ("kind", "warmup", "first"),
     [("constant", 0.0, 0), ("constant", 100.0, 100), ("linear", 0.1, 100), ("step", 0.0, 291)],
 )
-def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(kind, warmup, first):
+def test_the_steps_are_after_the_warm_up_and_where_the_rate_changes_most(
+    kind: str, warmup: float, first: int
+) -> None:
     assert (
         first_update(lr_factors(ScheduleConfig(ScheduleKind(kind), warmup), 1000), STEPS) == first
     )

@@ -123,9 +123,10 @@ PLANTED = [
 
 
 @pytest.mark.parametrize(("fault", "seed"), PLANTED)
-def test_a_planted_fault_is_caught_in_what_it_spoils(fault, seed):
+def test_a_planted_fault_is_caught_in_what_it_spoils(fault: Fault, seed: int) -> None:
     found = judged(MODELS[fault.model], fault.mutant, seed, *fault.overrides.split())
     assert found.verdict is Agreement.fail, found.rows
+    assert found.first is not None
     assert found.first.kind == fault.kind
     if fault.kind == "draw":
         assert found.first == worst_draw(found)
@@ -135,7 +136,9 @@ def test_a_planted_fault_is_caught_in_what_it_spoils(fault, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("model", RANDOM)
-def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(model, seed):
+def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(
+    model: str, seed: int
+) -> None:
     if model in ("gpt2", "bert"):
         pytest.importorskip("transformers")
     result = judged(RANDOM[model], "OtherNumbers", seed, NONE)
@@ -145,7 +148,7 @@ def test_right_dropout_by_other_random_numbers_is_far_below_the_limit(model, see
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_right_technique_raises_no_alarm(model):
+def test_a_right_technique_raises_no_alarm(model: str) -> None:
     if model in ("gpt2", "bert"):
         pytest.importorskip("transformers")
     reference = ParityReference(compose([*QUIET, *MODELS[model], NONE]))

@@ -70,7 +70,7 @@ TABLE = [*QUIET, "data=cancer"]
     [FOURIER, TWO_BRANCHES, Teacher(True), SLOW_TEACHER],
     ids=["complex", "unused", "frozen teacher", "teacher"],
 )
-def test_complex_unused_or_moved_weights_give_no_false_alarm(model):
+def test_complex_unused_or_moved_weights_give_no_false_alarm(model: nn.Module) -> None:
     reference = ParityReference(runs.config(*TABLE), STEPS, Components(model=model))
     found = reference.judge(runs.config(*TABLE, *FUSED))
     assert found.verdict is not Agreement.fail, found.first
@@ -88,7 +88,7 @@ def test_complex_unused_or_moved_weights_give_no_false_alarm(model):
             assert kinds["buffer"] is False and "update" not in kinds
 
 
-def test_an_update_is_measured_from_the_weights_that_the_forward_left():
+def test_an_update_is_measured_from_the_weights_that_the_forward_left() -> None:
     reference = ParityReference(runs.config(*TABLE), STEPS, Components(model=Teacher(True)))
     found = reference.judge(runs.config(*TABLE, "optimization.extra=[parity_mutants.Frozen]", *OWN))
     row = next(row for row in found.rows if (row.kind, row.name) == ("update", "net.weight"))
@@ -96,7 +96,7 @@ def test_an_update_is_measured_from_the_weights_that_the_forward_left():
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt"])  # the others: test_mutants.py
-def test_real_techniques_are_explained_by_precision_on_every_model(model):
+def test_real_techniques_are_explained_by_precision_on_every_model(model: str) -> None:
     reference = ParityReference(runs.config(*QUIET, *MODELS[model]), STEPS)
     for technique in (BF16, [*FUSED, *NHWC], PARTS):
         found = reference.judge(runs.config(*QUIET, *MODELS[model], *technique))
@@ -104,7 +104,7 @@ def test_real_techniques_are_explained_by_precision_on_every_model(model):
         assert found.techniques and found.rows and found.reference == "fp64"
 
 
-def test_what_changes_nothing_is_exact():
+def test_what_changes_nothing_is_exact() -> None:
     found = judged(MODELS["mlp"], [], "Harmless")
     assert found.verdict is Agreement.exact and found.first is None
 
@@ -120,7 +120,9 @@ def test_what_changes_nothing_is_exact():
         ("dropping", PARTS, "SumOfParts", "loss", ["accumulation", "SumOfParts"]),
     ],
 )
-def test_a_mutant_fails_at_what_it_spoils_and_is_named(model, technique, mutant, kind, culprits):
+def test_a_mutant_fails_at_what_it_spoils_and_is_named(
+    model: str, technique: list[str], mutant: str, kind: str, culprits: list[str]
+) -> None:
     found = judged(MODELS[model], technique, mutant)
     assert found.verdict is Agreement.fail and found.first is not None
     assert found.first.kind == kind
@@ -133,13 +135,13 @@ def test_a_mutant_fails_at_what_it_spoils_and_is_named(model, technique, mutant,
 # -- what is no fault of a technique's -------------------------------------------------------------
 
 
-def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way():
+def test_batch_norm_under_accumulation_is_held_against_a_baseline_cut_the_same_way() -> None:
     found = judged(MODELS["cnn"], PARTS)
     assert found.verdict is Agreement.exact
     assert any("micro-batch of 6" in note for note in found.notes)
 
 
-def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline():
+def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline() -> None:
     own = ["model._target_=parity_mutants.WrittenInFp32", *OWN]
     fused = judged(own, FUSED)
     assert fused.verdict is Agreement.explained
@@ -147,7 +149,7 @@ def test_a_model_that_does_not_run_in_fp64_is_held_against_the_baseline():
     assert judged(own, [], "OneInAThousand").verdict is Agreement.fail
 
 
-def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch):
+def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     small = runs.config(*QUIET, *MODELS["mlp"], *FUSED)
     monkeypatch.setattr(trajectory, "MAX_WEIGHT_STEPS", 12 * 3_466)
     found = check_parity(small, without_techniques(small))
@@ -156,7 +158,7 @@ def test_a_large_model_makes_fewer_steps_and_says_why(monkeypatch):
     assert any("steps: 3,466 weights, 0.0 GFLOP a step" in one for one in found.not_judged)
 
 
-def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays():
+def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays() -> None:
     def switches() -> list[object]:
         import torch._inductor.config as inductor
 
@@ -179,7 +181,7 @@ def test_rounding_to_16_bits_is_named_as_a_place_for_faults_and_no_switch_stays(
 @pytest.mark.parametrize(
     "optimizer", [["optimizer=adamw"], ["optimizer=sgd", "optimizer.weight_decay=0.1"]]
 )
-def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer):
+def test_gradients_are_inferred_from_the_moments_of_the_optimizer(optimizer: list[str]) -> None:
     fused = "optimization.fused_optimizer.enabled=true"
     with runs.opened(*QUIET, "model.width=8", *optimizer, fused, "stability.clip_norm=0.5") as run:
         batches = run.train.batches(0)

@@ -53,7 +53,9 @@ def compared(of_one: tuple[EndState, dict[ValueKey, float]], folder: Path, *over
     return comparison.result(4, config.distributed, 2, exact.facts).cause
 
 
-def test_two_processes_that_are_right_are_within_rounding(of_one, tmp_path):
+def test_two_processes_that_are_right_are_within_rounding(
+    of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path
+) -> None:
     assert compared(of_one, tmp_path) == ""
     exact, limits = of_one
     assert {item.kind for item in exact.values} >= {"metric", "parameter", "optimizer", "average"}
@@ -73,13 +75,17 @@ def test_two_processes_that_are_right_are_within_rounding(of_one, tmp_path):
         ),
     ],
 )
-def test_a_planted_fault_is_detected_and_its_cause_named(of_one, tmp_path, fault, cause):
+def test_a_planted_fault_is_detected_and_its_cause_named(
+    of_one: tuple[EndState, dict[ValueKey, float]], tmp_path: Path, fault: str, cause: str
+) -> None:
     planted = f"optimization.extra=[parity_mutants.{fault}]"
     assert cause in compared(of_one, tmp_path, planted, "security.trusted=[parity_mutants]")
 
 
 @pytest.mark.slow
-def test_the_job_names_batchnorm_per_process(tmp_path, capsys):
+def test_the_job_names_batchnorm_per_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cnn = ("data=digits", "model=cnn", "model.width=8", "model.stages=1")
     few = ("verify.steps=2", "data.validation_samples=50", "distributed.sync_batchnorm=false")
     with pytest.raises(NotVerified, match=r"train/.* at step 1 .*distributed\.sync_batchnorm=fal"):
@@ -105,28 +111,30 @@ def test_the_job_names_batchnorm_per_process(tmp_path, capsys):
         ("model._target_=parity_mutants.WrittenInFp32", "security.trusted=[parity_mutants]"),
     ],
 )
-def test_runs_that_are_right_pass(tmp_path, overrides):
+def test_runs_that_are_right_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     found = verify_distributed(runs.config(*JOB, *overrides), tmp_path)
     assert found.equal, (found.first, found.distance, found.limit, found.cause)
     coarse = any("not compared in fp64" in note for note in found.notes)
     assert coarse is ("WrittenInFp32" in overrides[0])
 
 
-def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference():
+def test_state_that_a_fused_optimizer_has_before_its_first_update_is_no_difference() -> None:
     assert not list(compare_values({}, {ValueKey(0, "optimizer", "state.0.step"): 0.0}, {}))
     (missing,) = compare_values({}, {ValueKey(4, "optimizer", "state.0.step"): 0.0}, {})
     assert not missing.distance <= missing.limit
 
 
 @pytest.mark.parametrize("part", ["optimizer.param_groups", "options"])
-def test_options_that_techniques_choose_are_no_difference(part):
+def test_options_that_techniques_choose_are_no_difference(part: str) -> None:
     plain, fused = ({ValueKey(4, "optimizer", f"{part}.0.fused"): on} for on in (None, True))
     assert not list(compare_values(plain, fused, {}))
     (weight,) = compare_values({}, {ValueKey(4, "parameter", f"{part}.0.fused"): 1.0}, {})
     assert weight.distance > weight.limit
 
 
-def test_one_process_and_a_launcher_are_refused(tmp_path, monkeypatch):
+def test_one_process_and_a_launcher_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = [text for text in JOB if not text.startswith("distributed")]
     with pytest.raises(ConfigError, match=r"verify\.what: distributed needs several processes"):
         load_job(JobKind.verify)(runs.config(*alone), tmp_path)

@@ -19,7 +19,9 @@ def verify(folder: Path, *overrides: str) -> dict[str, Any]:
     return runs.read(folder, "verify.json")
 
 
-def test_a_level_that_is_right_passes_and_is_recorded(tmp_path, capsys, caplog):
+def test_a_level_that_is_right_passes_and_is_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "runner")
     found = verify(tmp_path, "optimization=basic", "verify.steps=3")
     assert (found["what"], found["verdict"]) == ("parity", "explained by precision")
@@ -34,7 +36,9 @@ def test_a_level_that_is_right_passes_and_is_recorded(tmp_path, capsys, caplog):
 
 
 @pytest.mark.usefixtures("parity_mutants")
-def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(tmp_path, capsys):
+def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mutant = "optimization.extra=[parity_mutants.DroppedGradient]"
     with pytest.raises(NotVerified, match=r"optimization\.DroppedGradient: grad_norm at step 1"):
         verify(tmp_path, "optimization=basic", mutant, "security.trusted=[parity_mutants]")
@@ -45,7 +49,9 @@ def test_a_mutant_is_an_error_that_names_it_and_the_first_tensor(tmp_path, capsy
     assert "culprit" in capsys.readouterr().out
 
 
-def test_a_resume_that_is_exact_passes_and_says_what_it_trains(tmp_path, capsys, caplog):
+def test_a_resume_that_is_exact_passes_and_says_what_it_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "runner")
     found = verify(tmp_path, "verify.what=resume", "verify.steps=8", "model.dropout=0.1")
     assert (found["what"], found["verdict"], found["cut"]) == ("resume", "exact", 5)
@@ -68,11 +74,13 @@ def test_a_resume_that_is_exact_passes_and_says_what_it_trains(tmp_path, capsys,
         (["verify.what=resume", "verify.steps=1"], "verify.steps"),
     ],
 )
-def test_a_request_that_proves_nothing_is_refused_by_its_key(overrides, key):
+def test_a_request_that_proves_nothing_is_refused_by_its_key(
+    overrides: list[str], key: str
+) -> None:
     with pytest.raises(ConfigError, match=key):
         runs.config(*QUICK, *overrides)
 
 
-def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path):
+def test_a_folder_that_is_not_there_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="verify.json"):
         verify(tmp_path / "absent", "optimization=basic", "verify.steps=1")

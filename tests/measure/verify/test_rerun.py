@@ -36,7 +36,7 @@ def typed(place: Path) -> list[str]:
     return [*QUICK, f"data.path={place}/table.csv", *again]
 
 
-def test_a_run_comes_out_again(recorded, tmp_path):
+def test_a_run_comes_out_again(recorded: Path, tmp_path: Path) -> None:
     load_job(JobKind.verify)(runs.config(*typed(recorded)), tmp_path)
     result = runs.read(tmp_path, "verify.json")
     assert (result["what"], result["verdict"], result["steps"]) == ("run", "exact", 4)
@@ -45,7 +45,9 @@ def test_a_run_comes_out_again(recorded, tmp_path):
     assert not [change for change in result["changes"] if not change.startswith("choice")]
 
 
-def test_other_data_are_named_with_the_first_step_that_differs(recorded, tmp_path):
+def test_other_data_are_named_with_the_first_step_that_differs(
+    recorded: Path, tmp_path: Path
+) -> None:
     shutil.copytree(recorded, tmp_path / "there")
     table = tmp_path / "there/table.csv"
     table.write_text(TABLE.replace("\n3,", "\n5,"))
@@ -58,7 +60,7 @@ def test_other_data_are_named_with_the_first_step_that_differs(recorded, tmp_pat
     assert result.changes[1].startswith("data sha256: was")
 
 
-def test_what_differs_since_then_is_named(recorded, tmp_path):
+def test_what_differs_since_then_is_named(recorded: Path, tmp_path: Path) -> None:
     shutil.copytree(recorded / "run", tmp_path / "again", symlinks=True)
     summary = runs.read(tmp_path / "again")
     summary["versions"]["torch"], summary["device"]["name"] = "1.0", "abacus"
@@ -77,8 +79,8 @@ def test_what_differs_since_then_is_named(recorded, tmp_path):
 
 
 def test_a_run_that_was_interrupted_comes_out_again_and_other_keys_since_are_the_cause(
-    recorded, tmp_path
-):
+    recorded: Path, tmp_path: Path
+) -> None:
     (tmp_path / "table.csv").write_text(TABLE)
     quick, run = (*QUICK, f"data.path={tmp_path}/table.csv"), tmp_path / "run"
     runs.trained(*quick, folder=run, hooks=[runs.AtSteps(2, lambda run: Verdict.STOP)])
@@ -103,7 +105,7 @@ def test_a_run_that_was_interrupted_comes_out_again_and_other_keys_since_are_the
     assert "continued from step 4 of another run" in equality.cause
 
 
-def test_which_run_has_to_be_named(tmp_path):
+def test_which_run_has_to_be_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"checkpoint\.resume: verify\.what=run needs to know"):
         runs.config("job=verify", "verify.what=run")
     config = runs.config(*typed(tmp_path))
@@ -111,7 +113,9 @@ def test_which_run_has_to_be_named(tmp_path):
         verify_rerun(config, tmp_path, config_hash(config))
 
 
-def test_a_digest_of_files_notices_bytes_names_and_sizes(tmp_path, monkeypatch):
+def test_a_digest_of_files_notices_bytes_names_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name in "abc":

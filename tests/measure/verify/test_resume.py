@@ -29,7 +29,9 @@ PLANNED = {"planned", "clean", "next_lr", "criterion", "seeds_own_generators"}
 
 
 @pytest.mark.usefixtures("parity_mutants")
-def test_a_counter_that_no_checkpoint_holds_is_a_difference_even_at_its_period(tmp_path):
+def test_a_counter_that_no_checkpoint_holds_is_a_difference_even_at_its_period(
+    tmp_path: Path,
+) -> None:
     hidden = ["optimization.extra=[parity_mutants.Forgetful]", "security.trusted=[parity_mutants]"]
     found = verify_resume(runs.config(*MLP, *hidden), tmp_path, 12)
     assert not found.exact
@@ -42,7 +44,7 @@ def test_a_counter_that_no_checkpoint_holds_is_a_difference_even_at_its_period(t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lost_counter_of_any_period_differs_after_one_of_the_drawn_cuts():
+def test_a_lost_counter_of_any_period_differs_after_one_of_the_drawn_cuts() -> None:
     def fires(steps: int, period: int, cuts: list[int]) -> list[int]:
         count, fired = 0, []
         for step in range(1, steps + 1):
@@ -112,6 +114,7 @@ def resumed_differences(
 
     def restore(checkpointer: Checkpointer, *arguments: Any) -> Any:
         restored = right(checkpointer, *arguments)
+        assert restored is not None
         change(restored.model, restored.state)
         return restored
 
@@ -124,9 +127,12 @@ def resumed_differences(
     return name_differences(before, after, [4])[0]
 
 
-def test_each_part_of_a_checkpoint_that_is_lost_is_named(stopped, tmp_path, monkeypatch):
+def test_each_part_of_a_checkpoint_that_is_lost_is_named(
+    stopped: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, folder = stopped
     whole = Checkpointer(None, keep=1).restore(folder)
+    assert whole is not None
     buffer = next(name for name in whole.model if "running" in name)
     paths = [("model", next(iter(whole.model))), ("model", buffer)]
     paths += [("state", *path) for path in parts(whole.state)]
@@ -150,7 +156,9 @@ def test_each_part_of_a_checkpoint_that_is_lost_is_named(stopped, tmp_path, monk
         assert len(names) < 4, (path, names)
 
 
-def test_a_damaged_checkpoint_is_what_differs(stopped, tmp_path):
+def test_a_damaged_checkpoint_is_what_differs(
+    stopped: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
     config, folder = stopped
     for place in ("once", "twice"):
         shutil.copytree(folder, tmp_path / place, symlinks=True)
@@ -171,7 +179,9 @@ def test_a_damaged_checkpoint_is_what_differs(stopped, tmp_path):
         (STATEFUL, 1, {"buffer", "average", "loss_scale", "guard", "random"}),
     ],
 )
-def test_a_run_continues_in_the_same_bits(tmp_path, overrides, processes, kinds):
+def test_a_run_continues_in_the_same_bits(
+    tmp_path: Path, overrides: tuple[str, ...], processes: int, kinds: set[str]
+) -> None:
     job = ("job=verify", "verify.what=resume")
     found = verify_resume(runs.config(*overrides, *job), tmp_path, 12)
     assert found.exact, (found.differing, found.cause)

@@ -88,7 +88,9 @@ def merged(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "how", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}]
 )
-def test_uneven_parts_are_normalised_as_one_batch(together, how, memory_format):
+def test_uneven_parts_are_normalised_as_one_batch(
+    together: Together, how: dict[str, Any], memory_format: torch.memory_format
+) -> None:
     x, dy = (torch.randn(9, 6, 3, 3).to(memory_format=memory_format) for _ in "xd")
     for dtype, error in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, None)):
         layer = nn.BatchNorm2d(6, dtype=torch.promote_types(dtype, torch.float32), **how)
@@ -108,7 +110,7 @@ def test_uneven_parts_are_normalised_as_one_batch(together, how, memory_format):
             torch.testing.assert_close(found[name].double(), exact[name].double(), rtol=0, atol=off)
 
 
-def test_a_mean_far_from_zero_costs_no_digits(together):
+def test_a_mean_far_from_zero_costs_no_digits(together: Together) -> None:
     x = 1e4 + torch.randn(64, 2, 4, 4)
     layer = nn.BatchNorm2d(2, momentum=1.0)
     layers = [synchronised(layer) for _ in range(2)]
@@ -117,7 +119,7 @@ def test_a_mean_far_from_zero_costs_no_digits(together):
     torch.testing.assert_close(layers[0].running_var, due, rtol=1e-4, atol=0)
 
 
-def test_samples_that_stand_in_for_none_do_not_count(together):
+def test_samples_that_stand_in_for_none_do_not_count(together: Together) -> None:
     layer = nn.BatchNorm2d(6).double()
     x, dy = torch.randn(4, 6, 2, 2).double(), torch.randn(4, 6, 2, 2).double()
     parts = [partial(twice, synchronised(layer), x[:3], dy[:3])]
@@ -127,20 +129,22 @@ def test_samples_that_stand_in_for_none_do_not_count(together):
     assert not other["dx"].any() and torch.equal(other["running_var"], first["running_var"])
 
 
-def test_the_gradient_is_the_derivative(together):
+def test_the_gradient_is_the_derivative(together: Together) -> None:
     layer = synchronised(nn.BatchNorm2d(3).double())
     x = torch.randn(4, 3, 2, 2).double().requires_grad_()
     assert together([lambda: torch.autograd.gradcheck(layer, (x,))]) == [True]
 
 
-def test_one_value_per_channel_and_evaluation_are_torchs(together):
+def test_one_value_per_channel_and_evaluation_are_torchs(together: Together) -> None:
     layer, x = nn.BatchNorm2d(3), torch.randn(1, 3, 1, 1)
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         together([partial(synchronised(layer, samples=1), x)])
     assert torch.equal(synchronised(layer.eval())(x), layer(x))
 
 
-def test_a_micro_batch_of_one_value_per_channel_is_refused_by_all_processes(together):
+def test_a_micro_batch_of_one_value_per_channel_is_refused_by_all_processes(
+    together: Together,
+) -> None:
     layer, x = nn.BatchNorm2d(3), torch.randn(1, 3, 1, 1)
 
     def train(is_stand_in: bool) -> None:
@@ -156,7 +160,7 @@ def test_a_micro_batch_of_one_value_per_channel_is_refused_by_all_processes(toge
 
 
 @pytest.mark.parametrize("usable", [None, [1, 0, 0], [2, 1, 1]])
-def test_a_process_knows_the_samples_of_each_micro_batch_of_all(usable):
+def test_a_process_knows_the_samples_of_each_micro_batch_of_all(usable: list[int] | None) -> None:
     worlds = [World.__new__(World) for _ in range(3)]
     for rank, world in enumerate(worlds):
         world.rank, world.size, world.usable_samples = rank, 3, usable
@@ -172,7 +176,7 @@ def test_a_process_knows_the_samples_of_each_micro_batch_of_all(usable):
                 assert world.count_samples() == sum(each.stop - each.start for each in part)
 
 
-def test_on_a_gpu_each_layer_is_normalised_by_the_same_code():
+def test_on_a_gpu_each_layer_is_normalised_by_the_same_code() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     device = SimpleNamespace(kind="cuda")
     builder: Any = SimpleNamespace(model=model, forward=model, device=device, world=World)
@@ -196,7 +200,9 @@ class _CheckBackwardArguments(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_kernel_of_the_backward_gets_the_saved_statistics_that_cuda_requires(together):
+def test_the_kernel_of_the_backward_gets_the_saved_statistics_that_cuda_requires(
+    together: Together,
+) -> None:
     layer, mode = synchronised(nn.BatchNorm2d(3)), _CheckBackwardArguments()
 
     def train() -> None:
@@ -217,7 +223,7 @@ class _RefuseReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_no_number_is_read_by_the_host(together, momentum):
+def test_no_number_is_read_by_the_host(together: Together, momentum: float | None) -> None:
     def train(is_stand_in: bool) -> None:
         layer = synchronised(nn.BatchNorm2d(3, momentum=momentum), is_stand_in, samples=2)
         x = torch.randn(1, 3, 1, 2, requires_grad=True)

@@ -53,7 +53,9 @@ def rank(number: int, size: int = 4) -> RankInfo:
         (4, 2, [2, 2, 2, 2]),
     ],
 )
-def test_a_process_takes_the_gpu_that_it_sees(visible, typed, indices, use_gpus):
+def test_a_process_takes_the_gpu_that_it_sees(
+    visible: int, typed: int | None, indices: list[int], use_gpus: UseGpus
+) -> None:
     use_gpus(*"abcdefgh"[:visible])
     config = compose(["distributed=ddp", *([f"device.index={typed}"] if typed is not None else [])])
     for variables in (SLURM, POD):
@@ -95,8 +97,9 @@ class _World:
     ],
 )
 def test_processes_that_would_share_a_gpu_are_refused_unless_by_gloo(
-    own, others, typed, message, use_gpus, monkeypatch
-):
+    own: str, others: str, typed: list[str], message: str,
+    use_gpus: UseGpus, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     use_gpus("a")
     monkeypatch.setattr(join, "World", _World)
     monkeypatch.setattr(_World, "others", tuple(others))
@@ -110,12 +113,12 @@ def test_processes_that_would_share_a_gpu_are_refused_unless_by_gloo(
         assert "distributed.backend=gloo" in str(raised.value)
 
 
-def test_a_gpu_that_is_not_there_has_no_identity(use_gpus):
+def test_a_gpu_that_is_not_there_has_no_identity(use_gpus: UseGpus) -> None:
     use_gpus("a", "b")
     assert [gpu_uuid(index) for index in (None, 0, 1, 2)] == ["", "a", "b", ""]
 
 
-def test_more_processes_than_gpus_are_refused_before_they_start(use_gpus):
+def test_more_processes_than_gpus_are_refused_before_they_start(use_gpus: UseGpus) -> None:
     use_gpus("a", "b")
     for device in ("auto", "cuda"):
         typed = ["distributed=ddp", "distributed.processes=4", f"device={device}"]
@@ -126,7 +129,7 @@ def test_more_processes_than_gpus_are_refused_before_they_start(use_gpus):
 
 
 @pytest.mark.parametrize(("gpus", "status"), [("abcd", "ok"), ("abca", "fail")])
-def test_the_doctor_counts_gpus_by_their_identity(gpus, status):
+def test_the_doctor_counts_gpus_by_their_identity(gpus: str, status: str) -> None:
     facts = [{"host": "n", "device": "cuda:0", "gpu": gpu} for gpu in gpus]
     checks = {check.name: check for check in LinkReport("ddp", "nccl", facts, 0).checks()}
     assert checks["devices"].status.value == status

@@ -142,8 +142,8 @@ def outcomes() -> Outcomes:
     ],
 )
 def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
-    outcomes, kind, processes, which
-):
+    outcomes: Outcomes, kind: str, processes: int, which: str
+) -> None:
     alone = outcomes(which, 1)
     for name, several in outcomes(which, processes, kind).items():
         one = alone[name]
@@ -166,7 +166,9 @@ def test_in_fp64_weights_averages_losses_and_metrics_agree_to_rounding(
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(outcomes, kind):
+def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(
+    outcomes: Outcomes, kind: str
+) -> None:
     reduced = {"ddp": "all_reduce", "fsdp": "reduce_scatter"}[kind]
     calls = {
         name: outcome.facts[kind]["collectives"]
@@ -182,7 +184,9 @@ def test_gradients_are_reduced_once_a_step_for_any_number_of_micro_batches(outco
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "processes"), PROCESSES)
-def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(outcomes, kind, processes):
+def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(
+    outcomes: Outcomes, kind: str, processes: int
+) -> None:
     """Not further from fp64 than one process, by a factor: in losses and norms."""
     alone, together = outcomes("rounded", 1), outcomes("rounded", processes, kind)
     for name, one in alone.items():
@@ -204,7 +208,7 @@ def test_in_fp32_and_with_amp_rounding_alone_sets_them_apart(outcomes, kind, pro
 
 
 @pytest.mark.slow
-def test_gradients_in_bf16_take_half_of_the_bytes(outcomes):
+def test_gradients_in_bf16_take_half_of_the_bytes(outcomes: Outcomes) -> None:
     full, low = outcomes("rounded", 2)["gpt: fp32"], outcomes("compressed", 2)["compressed"]
     assert low.techniques["gradient_compression"] == (True, ""), low.techniques
     assert low.facts["gradient_compression"] == {"hook": "bf16_compress"}
@@ -215,7 +219,7 @@ def test_gradients_in_bf16_take_half_of_the_bytes(outcomes):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-def test_dropout_differs_between_processes_and_weights_do_not(outcomes):
+def test_dropout_differs_between_processes_and_weights_do_not(outcomes: Outcomes) -> None:
     together = outcomes("odd", 2)
     assert len(set(together["dropout"].seeds)) == 2
     assert together["dropout"].same
@@ -225,14 +229,14 @@ def test_dropout_differs_between_processes_and_weights_do_not(outcomes):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-def test_a_whole_step_does_not_apply(outcomes):
+def test_a_whole_step_does_not_apply(outcomes: Outcomes) -> None:
     reason = "gradients go to other processes in the middle of the step"
     assert outcomes("odd", 2)["whole step"].techniques["whole_step"] == (False, reason)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("my_package")
-def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes):
+def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes: Outcomes) -> None:
     together = outcomes("odd", 2)
     for name, said in {
         "one sample": "training.batch_size: is 1, fewer than one sample for each of 2 processes",
@@ -242,7 +246,9 @@ def test_a_batch_of_fewer_samples_than_processes_is_refused(outcomes):
 
 
 @pytest.mark.usefixtures("my_package")
-def test_weights_without_a_gradient_are_named_with_the_key_that_allows_them(outcomes):
+def test_weights_without_a_gradient_are_named_with_the_key_that_allows_them(
+    outcomes: Outcomes,
+) -> None:
     error = outcomes("odd", 2)["idle weights"].error
     assert "distributed.unused_parameters: is false" in error
     assert "depend on idle.weight and idle.bias" in error

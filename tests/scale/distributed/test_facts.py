@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "outputs" / "runs" / "a"
 
 
-def test_the_summary_says_who_waited_for_whom(folder):
+def test_the_summary_says_who_waited_for_whom(folder: Path) -> None:
     summary = Summary.read(folder)
     facts = summary.distributed
     assert (facts["kind"], facts["world_size"], facts["backend"]) == ("ddp", 2, "gloo")
@@ -77,7 +77,7 @@ def test_the_summary_says_who_waited_for_whom(folder):
     assert sum(summary.throughput.split.values()) == pytest.approx(1.0, abs=0.01)
 
 
-def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder):
+def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder: Path) -> None:
     waiting, peaks = (
         [runs.scalars(folder, f"watch_ranks/{rank}/{what}")[-1][1] for rank in range(2)]
         for what in ("waiting", "peak_process_mib")
@@ -86,7 +86,7 @@ def test_tensorboard_has_the_waiting_and_the_memory_of_each_process(folder):
     assert min(peaks) > 50
 
 
-def test_a_run_is_one_row_whatever_its_processes_leave(folder, tmp_path):
+def test_a_run_is_one_row_whatever_its_processes_leave(folder: Path, tmp_path: Path) -> None:
     from runner.measure.columns import select_columns
     from runner.measure.discover import compare_folders
     from tests.measure import planted
@@ -106,7 +106,9 @@ def test_a_run_is_one_row_whatever_its_processes_leave(folder, tmp_path):
         (tmp_path / "summary.json").rename(folder / "summary.json")
 
 
-def test_mfu_is_the_share_of_the_peaks_of_all(tmp_path, monkeypatch):
+def test_mfu_is_the_share_of_the_peaks_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peak, types = PeakFlops(1e9, "bf16", "a sheet"), []
 
     def peak_flops(device: object, dtype: torch.dtype, measure: object) -> PeakFlops:
@@ -123,7 +125,7 @@ def test_mfu_is_the_share_of_the_peaks_of_all(tmp_path, monkeypatch):
     assert rank["mfu"] == facts["mfu"] == pytest.approx(facts["samples_per_second"] * 3840 / 1e9)
 
 
-def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path):
+def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path: Path) -> None:
     calls = itertools.count()
 
     def failing(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -144,7 +146,7 @@ def test_a_run_that_fails_says_what_rank_0_alone_knows(tmp_path):
     assert facts["ranks"][0]["faults"] == {"exception": 1}
 
 
-def test_nccl_without_gpus_is_refused_before_any_process_is_waited_for():
+def test_nccl_without_gpus_is_refused_before_any_process_is_waited_for() -> None:
     asked = DistributedConfig(DistributedKind.ddp, backend=Backend.nccl)
     place = RankInfo(1, 2, 1, 2, "127.0.0.1", 1, hosted=False)
     with pytest.raises(ConfigError, match="distributed.backend"):
@@ -169,7 +171,7 @@ class Net(nn.Module):
 """
 
 
-def test_each_process_names_the_module_of_a_step_that_is_not_finite(tmp_path):
+def test_each_process_names_the_module_of_a_step_that_is_not_finite(tmp_path: Path) -> None:
     (tmp_path / "root_net.py").write_text(NET)
     typed = ["distributed=ddp", "distributed.processes=2", "data=cancer", "training.steps=2"]
     typed += ["model._target_=root_net.Net", "security.trusted=[root_net]", "debug=anomaly"]

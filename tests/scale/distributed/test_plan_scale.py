@@ -56,7 +56,7 @@ def planned(*arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing():
+def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing() -> None:
     large = ["model.width=8192", "model.depth=2", "model.heads=64", "training.batch_size=1024"]
     large += ["optimization.recompute.enabled=true", "optimization.amp.enabled=true"]
     ddp, fsdp = planned(*GPT, *large, "--ranks=1024", "--node-mtbf-h=1000")
@@ -85,7 +85,9 @@ def test_a_plan_for_1024_ranks_adds_up_and_allocates_nothing():
         ("fsdp", 2, ["training.micro_batch=1", "distributed.no_sync=false"]),
     ],
 )
-def test_the_plan_is_what_a_run_keeps_writes_and_sends(kind, processes, own, tmp_path):
+def test_the_plan_is_what_a_run_keeps_writes_and_sends(
+    kind: str, processes: int, own: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "wire.py").write_text(WIRE)
     typed = [*GPT, *own, f"distributed={kind}", f"distributed.processes={processes}"]
     typed.append("training.steps=30")
@@ -114,7 +116,7 @@ def test_the_plan_is_what_a_run_keeps_writes_and_sends(kind, processes, own, tmp
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind):
+def test_no_16_bit_copy_of_a_gathered_weight_outlives_its_block(kind: str) -> None:
     amp = ("optimization=amp", "optimization.amp.dtype=bf16", f"distributed={kind}")
     with alone(runs.config("data=digits", *amp, "training.steps=2")) as run:
         (context,) = run.contexts

@@ -79,7 +79,7 @@ EQUAL = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_weights_state_and_metrics_are_those_of_one_process(tmp_path, processes):
+def test_weights_state_and_metrics_are_those_of_one_process(tmp_path: Path, processes: int) -> None:
     names = list(EQUAL) if processes > 2 else ["accumulation", "recompute"]
     cases = {name: (config("fsdp", processes, *EQUAL[name]), tmp_path / name) for name in names}
     found = make(processes, cases)
@@ -94,7 +94,7 @@ def test_weights_state_and_metrics_are_those_of_one_process(tmp_path, processes)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path):
+def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path: Path) -> None:
     """none → fsdp, fsdp → none, fsdp → ddp, and fsdp → fsdp to the last bit."""
     whole, part = tmp_path / "whole", tmp_path / "whole/checkpoints/step_00000004"
     run_one(config("none", 1, *MLP), tmp_path / "one")
@@ -118,7 +118,9 @@ def test_a_checkpoint_resumes_with_any_number_of_processes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("fsdp", "ddp"), ("ddp", "fsdp")])
-def test_two_processes_go_on_as_four_and_those_as_one(tmp_path, first, then):
+def test_two_processes_go_on_as_four_and_those_as_one(
+    tmp_path: Path, first: str, then: str
+) -> None:
     whole = tmp_path / "one"
     run_one(config("none", 1, *MLP), whole)
     make(2, {"two": (config(first, 2, *MLP), tmp_path / "two")})
@@ -151,7 +153,7 @@ def assert_one_process_evaluates(run: Path, folder: Path, restored: RestoredChec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["1:forward:kill:7", "0:backward:kill:7", "1:backward:hang:7"])
-def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path, fault):
+def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path: Path, fault: str) -> None:
     typed = ("distributed.kind=fsdp", "distributed.restarts=1")
     whole = started.run(tmp_path / "whole", "", *typed)
     lost = started.run(tmp_path / "lost", fault, *typed)
@@ -163,7 +165,7 @@ def test_after_a_lost_process_the_shards_end_in_the_same_bits(tmp_path, fault):
 
 
 @pytest.mark.slow
-def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path):
+def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path: Path) -> None:
     done = started.run(tmp_path / "run", "1:forward:oom:5", "distributed.kind=fsdp")
     assert done.code == 0, done.output
     row = next(row for row in done.summary["techniques"] if row["name"] == "fsdp")
@@ -172,7 +174,9 @@ def test_once_memory_has_run_out_no_process_holds_whole_gradients(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(tmp_path):
+def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(
+    tmp_path: Path,
+) -> None:
     ended = started.run(tmp_path / "term", "1:on_step:term:6", "distributed.kind=fsdp")
     assert ended.code == 143 and saved(tmp_path / "term").step == 6
     failed = started.run(tmp_path / "error", "1:backward:raise:6", "distributed.kind=fsdp")
@@ -189,7 +193,7 @@ def test_a_signal_leaves_a_checkpoint_of_all_shards_and_an_error_none_in_part(tm
         ("distributed.compression=bf16", "distributed.compression"),
     ],
 )
-def test_what_needs_whole_weights_is_refused_by_its_key(override, key):
+def test_what_needs_whole_weights_is_refused_by_its_key(override: str, key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         runs.config("distributed=fsdp", override)
 
@@ -212,5 +216,5 @@ distributed.destroy_process_group()
 """
 
 
-def test_a_sharded_model_trains_after_its_state_was_preserved():
+def test_a_sharded_model_trains_after_its_state_was_preserved() -> None:
     assert runs.printed_by(PRESERVED).split() == ["True", "True"]

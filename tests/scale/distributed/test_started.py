@@ -226,7 +226,9 @@ def test_a_store_of_one_machine_listens_on_the_loopback_interface_alone():
 @pytest.mark.parametrize(
     "typed", ["distributed.nodes=2", "distributed.rendezvous=node1:29500", "trainer.num_nodes=2"]
 )
-def test_several_machines_are_left_to_torchrun_and_srun_whose_commands_are_named(typed):
+def test_several_machines_are_left_to_torchrun_and_srun_whose_commands_are_named(
+    typed: str,
+) -> None:
     with pytest.raises(ConfigError) as refused:
         runs.checked("distributed=ddp", typed)
     assert refused.value.exit_code == 2

@@ -1,5 +1,9 @@
 """Several processes read a stream without doubles, and go on where each of them was."""
 
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from runner.core import fork_server
@@ -10,7 +14,7 @@ pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Li
 STREAM = ("data._target_=faulty.Numbers", "data.validation_samples=20")
 
 
-def test_two_processes_with_two_workers_each_read_every_sample_once(tmp_path):
+def test_two_processes_with_two_workers_each_read_every_sample_once(tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     seen.mkdir()
     started = run(
@@ -26,7 +30,9 @@ def test_two_processes_with_two_workers_each_read_every_sample_once(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["Numbers", "Unsaved"])
-def test_a_killed_process_has_all_go_on_in_the_stream_to_the_same_weights(tmp_path, target):
+def test_a_killed_process_has_all_go_on_in_the_stream_to_the_same_weights(
+    tmp_path: Path, target: str
+) -> None:
     typed = (*STREAM, f"data._target_=faulty.{target}")
     whole = run(tmp_path / "whole", "", *typed)
     killed = run(tmp_path / "killed", "1:forward:kill:10", *typed, "distributed.restarts=1")
@@ -39,7 +45,7 @@ def test_a_killed_process_has_all_go_on_in_the_stream_to_the_same_weights(tmp_pa
     assert digest(resumed.folder) == digest(whole.folder), resumed.output
 
 
-def test_a_batch_is_the_same_for_all_processes(tmp_path):
+def test_a_batch_is_the_same_for_all_processes(tmp_path: Path) -> None:
     started = run(tmp_path / "run", "", *STREAM, "training.batch_size=15", steps=2)
     assert started.code == ConfigError.exit_code
     assert "training.batch_size: 15 samples are not equally many for each" in started.output

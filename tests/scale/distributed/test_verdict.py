@@ -45,7 +45,9 @@ def end(rank: int, code: int, outcome: RankOutcome | None = LOST, killed: bool =
         ([end(0, 255), end(1, 255)], 0, "the server", "lost", "the server", 1),
     ],
 )
-def test_the_cause_is_told_from_what_followed(ends, received, problem, kind, message, code):
+def test_the_cause_is_told_from_what_followed(
+    ends: list[RankEnd], received: int, problem: str, kind: str, message: str, code: int
+) -> None:
     for outcome in (each.outcome for each in ends if each.outcome):
         assert RankOutcome.from_json(outcome.as_json()) == outcome
     verdict = judge(ends, received, problem)
@@ -53,7 +55,7 @@ def test_the_cause_is_told_from_what_followed(ends, received, problem, kind, mes
     assert message in verdict.message
 
 
-def test_the_process_that_was_lost_is_named_with_its_error(monkeypatch):
+def test_the_process_that_was_lost_is_named_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.scale.distributed.outcome.REPORT_S", 0.3)
     host = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     first, second, third = (SharedOutcomes(PrefixStore("run", host), rank, 3) for rank in range(3))

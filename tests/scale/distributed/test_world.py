@@ -43,7 +43,9 @@ def nests(tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(monkeypatch):
+def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pickled: list[Any] = []
     own = Tensor.__reduce_ex__
     monkeypatch.setattr(
@@ -63,7 +65,7 @@ def test_tensors_of_a_device_are_refused_before_anything_is_pickled_or_sent(monk
                 assert type(world.broadcast_choice(lambda value=value: value)) is type(value)
 
 
-def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device():
+def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device() -> None:
     with world_of_one() as world:
         sent: list[Any] = []
         own = torch.distributed.broadcast_object_list
@@ -77,7 +79,9 @@ def test_all_processes_raise_where_rank_zero_decides_for_a_tensor_of_a_device():
     assert isinstance(sent[1], UsageError)
 
 
-def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(monkeypatch):
+def test_the_totals_of_a_validation_are_on_the_cpu_before_they_are_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with FakeTensorMode():
         devices = "cuda:0", "cuda:1"
         first, second = (torch.zeros(3, device=device) for device in devices)

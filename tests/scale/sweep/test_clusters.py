@@ -23,7 +23,9 @@ DISABLED = "#!/bin/sh\necho Slurm accounting storage is disabled >&2\nexit 1\n"
     ("script", "problem"),
     [("", "No such file"), (DISABLED, "accounting storage is disabled"), ("#!/bin/sh\n", "")],
 )
-def test_a_submitit_sweep_needs_a_working_sacct(script, problem, tmp_path, monkeypatch):
+def test_a_submitit_sweep_needs_a_working_sacct(
+    script: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = pytest.importorskip("submitit.core.core")
     monkeypatch.setattr(core.Job, "results", core.Job.results)  # which is replaced
     monkeypatch.setenv("PYTHONPATH", "")
@@ -77,8 +79,8 @@ def composed(_: Any, overrides: list[str], folder: Path) -> Any:
 
 @pytest.mark.parametrize(("typed", "retries"), [({}, 0), ({"max_retries": 2}, 2)])
 def test_ray_retries_no_job_unless_its_key_says_so_and_a_lost_worker_is_a_failed_job(
-    typed, retries, tmp_path, monkeypatch
-):
+    typed: dict[str, int], retries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ray = Ray()
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
     monkeypatch.setattr(cluster_launchers, "run_job", lambda **given: given["config"])

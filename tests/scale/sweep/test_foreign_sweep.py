@@ -53,7 +53,7 @@ def a_sweep(folder: Path, name: str = "0") -> Path:
 
 
 @pytest.mark.parametrize("name", ["0", "0/console.log", ".lock", "multirun.yaml", ".earlier"])
-def test_a_sweep_with_a_link_that_leads_out_of_it_is_refused(name, victim):
+def test_a_sweep_with_a_link_that_leads_out_of_it_is_refused(name: str, victim: Path) -> None:
     handed, before = a_sweep(Path("handed")), everything(victim)
     (handed / name).parent.mkdir(exist_ok=True)
     (handed / name).symlink_to(victim)
@@ -62,7 +62,7 @@ def test_a_sweep_with_a_link_that_leads_out_of_it_is_refused(name, victim):
     assert everything(victim) == before
 
 
-def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(victim):
+def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(victim: Path) -> None:
     run = Path("handed")
     (run / "checkpoints" / "step_00000001").mkdir(parents=True)
     (run / "checkpoints" / "last").symlink_to("step_00000001")  # as every run has
@@ -74,7 +74,7 @@ def test_a_run_with_a_link_that_leads_out_of_it_is_not_gone_on_with(victim):
 
 
 @pytest.mark.parametrize("link", ["0", "a", ".earlier"])
-def test_a_job_is_moved_and_cleared_in_its_sweep_alone(link, victim):
+def test_a_job_is_moved_and_cleared_in_its_sweep_alone(link: str, victim: Path) -> None:
     handed, before = a_sweep(Path("handed")), everything(victim)
     for job in ("0", "a/b"):
         place = handed / job
@@ -89,7 +89,7 @@ def test_a_job_is_moved_and_cleared_in_its_sweep_alone(link, victim):
     assert everything(victim) == before
 
 
-def test_checkpoints_are_deleted_in_the_run_s_own_folder_alone(victim):
+def test_checkpoints_are_deleted_in_the_run_s_own_folder_alone(victim: Path) -> None:
     run, before = Path("handed"), everything(victim)
     run.mkdir()
     (run / "checkpoints").symlink_to(victim / "checkpoints")
@@ -104,7 +104,7 @@ def test_checkpoints_are_deleted_in_the_run_s_own_folder_alone(victim):
     assert everything(victim) == before
 
 
-def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path):
+def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     for name in (".lock", CONSOLE_LOG):
@@ -118,7 +118,7 @@ def test_no_file_is_emptied_or_written_to_through_a_link(tmp_path):
     assert precious.read_text() == "precious" and Path(CONSOLE_LOG).read_text() == "said\n"
 
 
-def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path):
+def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path: Path) -> None:
     where = "+optimizer.options.where=inside,../outside"
     typed = [*TYPED[:1], *TYPED[2:], where, "hydra.sweep.subdir=${optimizer.options.where}"]
     done = command(Path.cwd(), *typed)
@@ -128,7 +128,7 @@ def test_every_job_of_a_sweep_lies_in_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("subdir", ["/elsewhere/0", "../../../../elsewhere/0"])
-def test_a_job_s_folder_is_named_below_the_output_root(subdir):
+def test_a_job_s_folder_is_named_below_the_output_root(subdir: str) -> None:
     with pytest.raises(SecurityError, match="is refused"):
         checked(*TYPED, f"hydra.sweep.subdir={subdir}")
     with pytest.raises(SecurityError, match="is refused"):
@@ -136,7 +136,7 @@ def test_a_job_s_folder_is_named_below_the_output_root(subdir):
 
 
 @pytest.mark.parametrize("key", ["sweep.resume", "checkpoint.resume", "replay.path"])
-def test_a_config_file_cannot_resume_a_run_outside_the_run_tree(key, tmp_path):
+def test_a_config_file_cannot_resume_a_run_outside_the_run_tree(key: str, tmp_path: Path) -> None:
     a_sweep(tmp_path / "elsewhere")
     if key == "checkpoint.resume":
         (tmp_path / "elsewhere" / "checkpoints" / "step_00000012").mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_a_config_file_cannot_resume_a_run_outside_the_run_tree(key, tmp_path):
     assert found.session is None or found.session.folder == tmp_path / "elsewhere"
 
 
-def test_a_sweep_that_is_gone_on_with_does_not_vouch_for_itself(tmp_path):
+def test_a_sweep_that_is_gone_on_with_does_not_vouch_for_itself(tmp_path: Path) -> None:
     handed = a_sweep(tmp_path / "far" / "outputs" / "handed")
     session = checked(*TYPED, f"sweep.resume={handed}").session
     assert session is not None and session.resumed and session.folder == handed

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(not fork_server.available(), reason="forks on Li
 
 
 @pytest.mark.slow
-def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path):
+def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path: Path) -> None:
     weights = {}
     for start in ("fork", "spawn"):
         (tmp_path / start).mkdir()
@@ -31,8 +32,8 @@ def test_a_forked_job_has_the_weights_of_a_spawned_one(tmp_path):
 
 
 def test_a_forked_process_has_its_own_session_environment_output_and_exit_code(
-    tmp_path, monkeypatch
-):
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for typed, code, last in (
         ("--version", 0, "omegaconf "),
@@ -66,7 +67,9 @@ print(child.last_line())
 """
 
 
-def test_where_the_server_has_another_thread_a_job_is_spawned_and_gets_its_signals(tmp_path):
+def test_where_the_server_has_another_thread_a_job_is_spawned_and_gets_its_signals(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "starts_thread.py").write_text(STARTS_THREAD)
     (tmp_path / "spawned").write_text("#!/bin/sh\necho spawned $(grep SigBlk /proc/self/status)\n")
     (tmp_path / "spawned").chmod(0o755)

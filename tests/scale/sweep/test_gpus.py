@@ -52,12 +52,14 @@ class Visible(Hook):
         ("MIG-a,MIG-b", 1, ["MIG-a", "MIG-b"]),
     ],
 )
-def test_gpus_are_those_that_cuda_shows_a_process(visible, count, gpus, monkeypatch):
+def test_gpus_are_those_that_cuda_shows_a_process(
+    visible: str | None, count: int | None, gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gpu_assignment, "count_gpus", lambda: count)
     assert list_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == gpus
 
 
-def test_the_drivers_library_counts_the_gpus_and_is_closed(monkeypatch):
+def test_the_drivers_library_counts_the_gpus_and_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 
     def get_count(number: Any) -> int:
@@ -77,7 +79,7 @@ def test_the_drivers_library_counts_the_gpus_and_is_closed(monkeypatch):
     assert count_gpus() is None
 
 
-def test_jobs_take_the_gpus_in_turn_and_each_as_many_as_it_has_processes():
+def test_jobs_take_the_gpus_in_turn_and_each_as_many_as_it_has_processes() -> None:
     gpus = ["4", "5", "6", "7"]
     assert [assign_gpus(gpus, job, 1) for job in range(5)] == [["4"], ["5"], ["6"], ["7"], ["4"]]
     assert [assign_gpus(gpus, job, 2) for job in range(3)] == [["4", "5"], ["6", "7"], ["4", "5"]]
@@ -99,7 +101,9 @@ def test_jobs_take_the_gpus_in_turn_and_each_as_many_as_it_has_processes():
         (["distributed=fsdp"], 0),  # a process for each GPU
     ],
 )
-def test_a_job_that_names_no_device_needs_a_gpu_for_each_process(typed, processes):
+def test_a_job_that_names_no_device_needs_a_gpu_for_each_process(
+    typed: list[str], processes: int
+) -> None:
     assert _count_gpu_processes(compose(typed)) == processes
 
 
@@ -121,7 +125,9 @@ def start_jobs(
     return environments, [plan.job for plan in plans]
 
 
-def test_each_job_sees_its_gpus_alone_and_its_row_names_them(monkeypatch, tmp_path, caplog):
+def test_each_job_sees_its_gpus_alone_and_its_row_names_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     environments, jobs = start_jobs(["2", "3"], 2, [1, 1, 0, 1], monkeypatch, tmp_path)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["2", "3", "2,3", "3"]
@@ -138,15 +144,18 @@ def test_each_job_sees_its_gpus_alone_and_its_row_names_them(monkeypatch, tmp_pa
     ],
 )
 def test_more_jobs_than_gpus_are_a_warning_once(
-    jobs, processes, warning, monkeypatch, tmp_path, caplog
-):
+    jobs: int, processes: int, warning: str,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     start_jobs(["0", "1"], jobs, [processes] * 3, monkeypatch, tmp_path)
     assert len(caplog.records) == bool(warning)
     assert warning in caplog.text
 
 
 @pytest.mark.slow
-def test_jobs_at_the_same_time_are_on_the_gpus_that_the_sweep_sees_and_rows_name_them(tmp_path):
+def test_jobs_at_the_same_time_are_on_the_gpus_that_the_sweep_sees_and_rows_name_them(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "visible_gpus.py").write_text(HOOK)
     path = os.pathsep.join([str(runs.TESTS.parent), str(tmp_path)])
     typed = (

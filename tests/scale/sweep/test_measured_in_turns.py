@@ -30,7 +30,7 @@ def names(found: list[ComparisonRow]) -> list[str]:
     return [" ".join(row.overrides) for row in found]
 
 
-def test_other_swept_keys_are_those_of_the_first_job():
+def test_other_swept_keys_are_those_of_the_first_job() -> None:
     jobs = [f"optimization={x} seed={n} optimizer.lr={r}"
             for r in (1, 2) for n in (4, 5) for x in ("none", "ultra")]  # fmt: skip
     assert names(select_rows(rows(*jobs))) == jobs[:2]
@@ -46,12 +46,12 @@ def test_other_swept_keys_are_those_of_the_first_job():
         [f"optimization.amp.min_mflop={n}" for n in range(7)],
     ],
 )
-def test_only_two_to_six_modes_are_measured(jobs):
+def test_only_two_to_six_modes_are_measured(jobs: list[str]) -> None:
     assert select_rows(rows(*jobs)) == []
 
 
 @pytest.mark.parametrize("key", ["optimization.fused_optimizer.enabled", "debug", "debug.every"])
-def test_techniques_and_debug_are_modes(key):
+def test_techniques_and_debug_are_modes(key: str) -> None:
     jobs = [f"{key}={value}" for value in range(6)]
     assert names(select_rows(rows(*jobs))) == jobs
 
@@ -64,7 +64,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.slow
-def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(measured):
+def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(
+    measured: tuple[Path, Any],
+) -> None:
     folder, done = measured
     place = only(folder)
     assert done.returncode == 0, done.stderr
@@ -81,7 +83,9 @@ def test_speed_ups_of_a_sweep_over_modes_are_those_measured_in_turns(measured):
 
 
 @pytest.mark.slow
-def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(measured):
+def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(
+    measured: tuple[Path, Any],
+) -> None:
     folder, _ = measured
     before = read(only(folder), "comparison.json")["rows"]
     stored = (only(folder) / FOLDER / "benchmark.json").stat()
@@ -94,7 +98,7 @@ def test_a_repeated_sweep_with_nothing_to_run_shows_the_stored_figures(measured)
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_measuring_leaves_the_first_comparison_and_exits_130(tmp_path):
+def test_ctrl_c_while_measuring_leaves_the_first_comparison_and_exits_130(tmp_path: Path) -> None:
     typed = [*DIGITS, "optimization=none,basic", "sweep.benchmark_s=500"]
     process, console = start_sweep(tmp_path, *typed), tmp_path / "console"
     wait_until(lambda: "starting basic" in console.read_text(), process)

@@ -31,14 +31,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(finished):
+def test_a_secret_is_in_no_file_of_a_sweep_in_nested_folders(finished: Path) -> None:
     files = [path for path in only(finished).rglob("*") if path.is_file()]
     assert len(list(only(finished).glob("g/*/summary.json"))) == 2
     assert not [path for path in files if SECRET.encode() in path.read_bytes()]
     assert "oc.env" in read(only(finished))["jobs"][0]["command"]
 
 
-def test_a_finished_sweep_runs_nothing_shows_the_table_and_the_command_for_a_new_one(finished):
+def test_a_finished_sweep_runs_nothing_shows_the_table_and_the_command_for_a_new_one(
+    finished: Path,
+) -> None:
     def ends() -> list[str]:
         return [job["ended"] + job["hash"] for job in read(only(finished))["jobs"]]
 
@@ -54,7 +56,7 @@ def test_a_finished_sweep_runs_nothing_shows_the_table_and_the_command_for_a_new
     assert "sweep cancer-Net" in done.stdout
 
 
-def test_one_changed_value_begins_that_job_in_a_folder_of_its_own(tmp_path):
+def test_one_changed_value_begins_that_job_in_a_folder_of_its_own(tmp_path: Path) -> None:
     for name in "01":
         (tmp_path / name).mkdir()
         Summary("done").write(tmp_path / name)
@@ -69,7 +71,9 @@ def test_one_changed_value_begins_that_job_in_a_folder_of_its_own(tmp_path):
     assert (again.job.folder, again.done, again.replaces) == ("0", False, True)
 
 
-def test_a_damaged_record_is_another_sweep_unless_it_is_named(finished, tmp_path):
+def test_a_damaged_record_is_another_sweep_unless_it_is_named(
+    finished: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(only(finished), tmp_path / "sweep")
     typed_hash = read(folder)["hash"]
     assert find_sweep(tmp_path / "new", False, "auto", typed_hash) == folder
@@ -88,7 +92,9 @@ def test_a_damaged_record_is_another_sweep_unless_it_is_named(finished, tmp_path
         ("hydra.launcher.timeout_s=soon", "hydra.launcher.timeout_s: must be a number, got 'soon'"),
     ],
 )
-def test_a_mistake_about_the_sweep_is_one_line(typed, says, tmp_path, monkeypatch):
+def test_a_mistake_about_the_sweep_is_one_line(
+    typed: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=says) as refused:
         checked("-m", *SHORT, "seed=0,1", typed)

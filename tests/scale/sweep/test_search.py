@@ -40,7 +40,7 @@ def plan(*overrides: str, **settings: Any) -> SearchPlan:
     return SearchPlan(read_space(overrides, search), search, "val/loss", False, "planted")
 
 
-def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path):
+def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("x,y\n1,2\n")
     planned = plan(*SPACE, metric="val/loss")
@@ -55,7 +55,7 @@ def test_a_study_does_not_go_on_with_a_replaced_file(tmp_path):
     StudyFile(first, tmp_path)  # the file that was accepted
 
 
-def test_a_space_is_read_in_hydras_sweep_syntax():
+def test_a_space_is_read_in_hydras_sweep_syntax() -> None:
     mine = ["experiment=search", "search.trials=3", "hydra.mode=MULTIRUN", "sweep.resume=none"]
     space = read_space([*mine, *SPACE], SearchConfig(metric="val/f1"))
     texts = [parameter_text(one) for one in space.parameters.values()]
@@ -78,7 +78,7 @@ def test_a_space_is_read_in_hydras_sweep_syntax():
         (["a=range(0,200)", "b=range(0,200)"], "grid", "a grid of 40,000 combinations"),
     ],
 )
-def test_a_mistake_in_the_space_is_one_line(overrides, sampler, says):
+def test_a_mistake_in_the_space_is_one_line(overrides: list[str], sampler: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         read_space(overrides, SearchConfig(sampler=Sampler[sampler]))
     assert "\n" not in str(refused.value)
@@ -96,7 +96,9 @@ def test_a_mistake_in_the_space_is_one_line(overrides, sampler, says):
         (["objective.metrics=[AUROC]", "search.metric=val/AUROC"], "direction: cannot be inferred"),
     ],
 )
-def test_the_metric_is_that_of_the_runs_and_its_direction_follows(overrides, expected):
+def test_the_metric_is_that_of_the_runs_and_its_direction_follows(
+    overrides: list[str], expected: tuple[str, bool] | str
+) -> None:
     config = compose(overrides)
     if isinstance(expected, tuple):
         assert resolve_metric(config) == expected
@@ -119,7 +121,7 @@ def ask_all(folder: Path, given: SearchPlan) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path):
+def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path: Path) -> None:
     given = plan("x=interval(-5,5)", trials=40)
     found = ask_all(tmp_path / "a", given)
     assert len(found) == 40 and min(abs(x - 0.3) for _, x in found) < 0.05
@@ -128,14 +130,16 @@ def test_tpe_finds_a_planted_optimum_and_repeats_itself(tmp_path):
     assert ask_all(tmp_path / "b", given) == found
 
 
-def test_a_grid_is_every_combination_once_and_then_ends(tmp_path):
+def test_a_grid_is_every_combination_once_and_then_ends(tmp_path: Path) -> None:
     found = ask_all(tmp_path / "a", plan("x=range(0,7)", sampler=Sampler.grid, trials=100))
     assert sorted(x for _, x in found) == [0, 1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["db", "journal"])
-def test_processes_that_share_a_study_make_all_trials_together_and_none_twice(tmp_path, suffix):
+def test_processes_that_share_a_study_make_all_trials_together_and_none_twice(
+    tmp_path: Path, suffix: str
+) -> None:
     program = """
 import sys
 from pathlib import Path
@@ -157,10 +161,13 @@ print(ask_all(Path(sys.argv[1]), given))
     assert len({x for _, x in made}) == 24
 
 
-def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others(tmp_path):
+def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others(
+    tmp_path: Path,
+) -> None:
     given = plan("x=interval(-5,5)", trials=3, storage=str(tmp_path / "shared.db"))
     (tmp_path / "gone").mkdir()
     cut_off = StudyFile(given, tmp_path / "gone").ask()
+    assert cut_off is not None
     (same,) = StudyFile(given, tmp_path / "gone").unfinished_trials()
     assert (same.number, same.params) == (cut_off.number, cut_off.params)
     ask_all(tmp_path / "other", given)
@@ -170,7 +177,7 @@ def test_a_trial_of_a_process_that_is_gone_is_taken_up_by_it_or_failed_by_others
 
 
 @pytest.mark.parametrize("pruner", [Pruner.median, Pruner.halving, Pruner.none])
-def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path, pruner):
+def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path: Path, pruner: Pruner) -> None:
     given = plan("x=interval(-5,5)", trials=9, pruner=pruner, startup=2, warmup=1)
     study = StudyFile(given, tmp_path)
     reasons = []
@@ -185,7 +192,9 @@ def test_a_trial_that_is_behind_is_pruned_after_its_warm_up(tmp_path, pruner):
         assert reasons[1] == "pruned at validation 2: val/loss 9 (median)"
 
 
-def test_without_optuna_a_search_says_what_to_install(tmp_path, monkeypatch):
+def test_without_optuna_a_search_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UsageError, match=r"optuna.* not installed: pip install '.*\[search\]'"):
@@ -200,7 +209,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, sweep(folder, *PLANTED, *KINDS, "search.parallel=2")
 
 
-def test_every_trial_is_a_row_and_the_best_one_is_found(mixed):
+def test_every_trial_is_a_row_and_the_best_one_is_found(mixed: tuple[Path, Any]) -> None:
     folder, done = mixed
     place = only(folder)
     record, compared = read(place, "search.json"), read(place, "comparison.json")
@@ -220,7 +229,9 @@ def test_every_trial_is_a_row_and_the_best_one_is_found(mixed):
     assert "experiment=search" not in best["command"] and "search." not in best["command"]
 
 
-def test_the_page_of_a_search_shows_best_command_and_trials(mixed):
+def test_the_page_of_a_search_shows_best_command_and_trials(
+    mixed: tuple[Path, Any],
+) -> None:
     place = only(mixed[0])
     headings = re.findall(r"<h2>(.*?)</h2>", (place / "comparison.html").read_text())
     wanted = ["The best trial", "What failed", "Trials"]
@@ -231,7 +242,9 @@ def test_the_page_of_a_search_shows_best_command_and_trials(mixed):
 
 
 @pytest.mark.slow
-def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(mixed):
+def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(
+    mixed: tuple[Path, Any],
+) -> None:
     folder, _ = mixed
     before = read(only(folder), "search.json")["trials"]
     again = sweep(folder, *PLANTED, *KINDS, "search.trials=50", "checkpoint.resume=auto")
@@ -240,7 +253,7 @@ def test_the_same_command_again_keeps_what_is_done_and_more_trials_go_on(mixed):
 
 
 @pytest.mark.slow
-def test_a_trial_that_is_behind_stops_early_and_cleanly(folder):
+def test_a_trial_that_is_behind_stops_early_and_cleanly(folder: Path) -> None:
     typed = ["+model.x=choice(0.3,3)", "+model.pause_s=0.02", "training.steps=200"]
     typed += ["training.validate_every=10", "search.startup=1", "search=grid", "search.seed=2"]
     done = sweep(folder, *PLANTED, *typed, "search.pruner=median")
@@ -253,7 +266,7 @@ def test_a_trial_that_is_behind_stops_early_and_cleanly(folder):
 
 
 @pytest.mark.slow
-def test_a_killed_search_continues_with_its_trials(folder):
+def test_a_killed_search_continues_with_its_trials(folder: Path) -> None:
     typed = ["+model.x=interval(0,1)", "+model.pause_s=0.05", "training.steps=40"]
     typed += ["search.trials=6", "search.parallel=2", "search=random", "search.pruner=none"]
     typed += ["checkpoint.every=10", *SHORT[2:], "data=cancer", *PLANTED]

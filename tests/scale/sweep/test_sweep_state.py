@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,7 +25,7 @@ OUTSIDE = ("/elsewhere", "../0", "a/../../b", "", ".", "a\0b", "x" * 5000, "\ud8
 
 
 @pytest.mark.parametrize("text", ["a\\b", "a\\", "it's", "a\\'b", "${x}", "\\${x}", "a,b", "[1]"])
-def test_any_path_is_read_back_as_it_is(text):
+def test_any_path_is_read_back_as_it_is(text: str) -> None:
     value = OverridesParser.create().parse_override(f"key={quote_for_hydra(text)}").value()
     assert OmegaConf.create({"key": value}).key == text
 
@@ -39,7 +40,7 @@ def test_any_path_is_read_back_as_it_is(text):
         [JOB, JOB],
     ],
 )
-def test_a_record_with_other_keys_or_paths_counts_as_damaged(tmp_path, jobs):
+def test_a_record_with_other_keys_or_paths_counts_as_damaged(tmp_path: Path, jobs: Any) -> None:
     whole = {"command": "", "hash": "", "started": "", "jobs": jobs}
     (tmp_path / "sweep.json").write_text(json.dumps(whole))
     with pytest.raises(StorageError, match="damaged"):
@@ -64,8 +65,8 @@ def job_hash(*overrides: str) -> str:
     ids=["data", "trusted code", "checkpoint", "weights", "folder of weights"],
 )
 def test_a_job_is_another_one_once_a_file_that_it_reads_has_changed(
-    files, override, tmp_path, monkeypatch
-):
+    files: list[str], override: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     hashes = []
     for text in ("WIDTH = 1\n", "WIDTH = 22\n"):
@@ -78,7 +79,9 @@ def test_a_job_is_another_one_once_a_file_that_it_reads_has_changed(
     assert "data.path" not in override or job_hash(*override.split()) == hashes[1]
 
 
-def test_other_code_of_the_runner_or_another_variable_is_another_job(monkeypatch):
+def test_other_code_of_the_runner_or_another_variable_is_another_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = compose(["data=cancer"])
     before = identity.job_hash(config)
     assert before == identity.job_hash(config) != identity.job_hash(config, {"TOKEN": "1"})
@@ -96,7 +99,9 @@ def context(stdin: int, **variables: str) -> str:
     return process.communicate(timeout=30)[0]
 
 
-def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe_alone(monkeypatch):
+def test_a_job_takes_its_context_from_the_process_that_holds_the_pipe_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(job_context, "known_secrets", dict)  # those of other tests
     for stdin in (subprocess.DEVNULL, subprocess.PIPE):  # of a variable that was left behind
         assert context(stdin, **{JOB_VARIABLE: "1"}) == f"{job_context.JobContext()}\n"
