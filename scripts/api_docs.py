@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import runner
+from runner.core.interfaces.hook import Evaluation, Report, Step
+from runner.core.interfaces.objective import Objective
+from runner.core.interfaces.run import Run
 
 TARGET = Path(__file__).parents[1] / "docs" / "api.md"
 HEAD = """\
@@ -20,6 +23,18 @@ Written by `python scripts/api_docs.py` from the docstrings; do not edit. All na
 the errors that they raise are in `runner.errors`.
 """
 MOST_FIELDS = 12  # of a dataclass; more are counted
+RUN_FIELDS = {  # what a hook of a user's needs of a run
+    "model": "the model", "device.torch": "its torch.device", "progress.step": "steps done",
+    "total_steps": "steps planned", "update.optimizer": "the torch optimizer",
+    "progress.metrics": "those of the last validation", "folder": "the run's; None: not recorded",
+    "history": "its `add` records a fault", "stop_reason": "set it before `Verdict.STOP`",
+}  # fmt: skip
+HOOKS = """\
+## What hooks get
+
+`Step`, `Report` and `Evaluation` are of `runner.core.interfaces.hook`. Of a `Run`, beside `log`:
+"""
+OBJECTIVE = "## Objective\n\nOf `runner.objectives.base`. {}\n"
 
 
 def signature(function: Any) -> str:
@@ -84,10 +99,30 @@ def entry(name: str) -> str:
     return section(name, code, value.__doc__, members(value))
 
 
+def field_lines(cls: type) -> str:
+    """The class and its docstring, and a line for each field with the comment beside it."""
+    lines = [f"`{cls.__name__}`: {inspect.cleandoc(cls.__doc__ or '')}", ""]
+    for line in inspect.getsource(cls).splitlines():
+        if found := re.fullmatch(r"    (\w+: [^#=]+?)(?: = [^#]+?)?(?:  # (.+))?", line):
+            lines.append(wrap(f"- `{found[1]}`" + (f": {found[2]}" if found[2] else ""), "  "))
+    return "\n".join(lines) + "\n"
+
+
+def objects_of_hooks() -> str:
+    """The part about what hooks and objectives get and inherit."""
+    known = {field.name for field in fields(Run)} | {*dir(Run)}
+    if gone := {name.partition(".")[0] for name in RUN_FIELDS} - known:
+        raise ValueError(f"Run has no {gone}")
+    lines = [f"- `run.{name}`: {text}" for name, text in RUN_FIELDS.items()]
+    parts = [HOOKS, "\n".join(lines) + "\n", *map(field_lines, (Step, Report, Evaluation))]
+    summary = inspect.cleandoc(Objective.__doc__ or "")
+    return "\n".join([*parts, OBJECTIVE.format(summary), members(Objective) + "\n"])
+
+
 def document() -> str:
     """The whole page."""
     names = sorted(set(runner.__all__) - {"__version__"}, key=str.lower)
-    return "\n".join([HEAD, *map(entry, names)])
+    return "\n".join([HEAD, *map(entry, names), objects_of_hooks()])
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ class LazyRun(Closeable):
         n = count_samples(inputs, f"{self.caller}: the batch")
         optimization = replace(self.config.optimization)
         for name in self.not_applied:
-            setattr(optimization, name, replace(getattr(optimization, name), enabled=False))
+            setattr(optimization, name, type(getattr(optimization, name))(enabled=False))
         micro = self.config.training.micro_batch
         training = replace(self.config.training, batch_size=n, micro_batch=micro and min(micro, n))
         config = replace(self.config, training=training, optimization=optimization)
