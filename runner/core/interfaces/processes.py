@@ -104,7 +104,7 @@ class WorldProtocol(Protocol):
         return weight
 
     def measure_step(
-        self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
+        self, update: OptimizerStep, loss: Tensor, veto: Tensor | None, again: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         return loss, *update.measure(loss)  # the veto counts once hooks have been called
 

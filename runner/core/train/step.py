@@ -107,8 +107,7 @@ def _eager_step(run: Run, batch: Batch, due: list[Hook]) -> tuple[Step, Verdict]
     step, verdict = _backward_with_recovery(run, batch), Verdict.KEEP
     if due:
         verdict = run.worst_verdict(call_hooks(due, "on_gradients", run, step))
-        # a hook may have changed the gradients; the loss is a sum over processes
-        measured = _measure(run, step.number, step.loss / run.world.size)
+        measured = _measure(run, step.number, step.loss, again=True)  # hooks may change gradients
         step.grad_norm, step.skipped = measured.grad_norm, measured.skipped
         if verdict >= Verdict.SKIP:
             step.skipped = torch.ones_like(step.skipped)
@@ -184,9 +183,9 @@ def forward_backward(run: Run, batch: Batch) -> Step:
     return _measure(run, number, loss)
 
 
-def _measure(run: Run, number: int, loss: Tensor) -> Step:
+def _measure(run: Run, number: int, loss: Tensor, again: bool = False) -> Step:
     veto = None if run.batch_validator is None else run.batch_validator.veto
-    return Step(number, *run.world.measure_step(run.update, loss, veto))
+    return Step(number, *run.world.measure_step(run.update, loss, veto, again))
 
 
 def step_seed(run: Run, number: int) -> int:

@@ -211,9 +211,13 @@ class World:
         return self.all_reduce_sum(weight.clone() if has_samples else torch.zeros_like(weight))
 
     def measure_step(
-        self, update: OptimizerStep, loss: Tensor, veto: Tensor | None
+        self, update: OptimizerStep, loss: Tensor, veto: Tensor | None, again: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return loss, gradient norm and skip flag of a step, by one all-reduce."""
+        """Return loss, gradient norm and skip flag of a step, by one all-reduce.
+
+        `loss` is the part of this process, or `again` the sum over all.
+        """
+        loss = loss / self.size if again else loss
         self._check_gradients()
         local_bad, local_square = update.local_part()
         veto = update.zero if veto is None else veto.to(loss.device)
