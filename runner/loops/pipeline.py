@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from runner import rooms
 from runner.core.build.arguments import (
@@ -31,6 +31,7 @@ from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig
 from runner.core.data.collate import infer_sizes
 from runner.core.data.dataset import Dataset
+from runner.core.data.joined import JoinedDataset
 from runner.core.data.order import split
 from runner.core.data.stream import adopt_data, is_stream
 from runner.core.data.user_dataset import UserDataset
@@ -149,20 +150,17 @@ def split_into_dataset(
     caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
-    if isinstance(data, DataLoader | IterableDataset):
-        allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
-        raise UsageError(f"{caller}: data must be {allowed}, got a {type(data).__name__}")
     if isinstance(data, tuple | list | dict):
         return _make_in_memory(caller, data, validation, config, own_loss)
-    dataset = data
-    if validation is not None:
-        dataset = ConcatDataset([data, validation])
-        attributes = {name: getattr(data, name, None) for name in ("classes", "vocab", "sizes")}
-        vars(dataset).update({k: value for k, value in attributes.items() if value is not None})
-    user_dataset = UserDataset(dataset, dotted_class_name(data), config.data)
-    if validation is not None:
-        user_dataset.train, user_dataset.validation = np.split(np.arange(len(dataset)), [len(data)])
-    return user_dataset
+    for argument, value in (("data", data), ("validation", validation)):
+        if is_stream(value):
+            allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
+            problem = f"must be {allowed} and no batch_sampler, got a {type(value).__name__}"
+            raise UsageError(f"{caller}: {argument} {problem}")
+    name = dotted_class_name(data)
+    if validation is None:
+        return UserDataset(data, name, config.data)
+    return JoinedDataset(data, validation, name, config.data)
 
 
 def _make_in_memory(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from runner import Hook, Verdict, create_training_pipeline
 from runner.core.errors import DataError, UsageError
@@ -122,6 +122,52 @@ class Pairs:
         return torch.randn(64), torch.tensor([[1, 2], [3, 4]])
 
 
+class Ragged:
+    """Samples of different lengths, which `collate_fn` cuts to `width` and multiplies."""
+
+    def __init__(self, width: int, factor: float, start: int = 0) -> None:
+        self.width, self.factor, self.start = width, factor, start
+        self.targets = [0, 1] * 12
+        self.asked: list[int] = []
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((self.width + index % 3,), float(self.start + index)), index % 2
+
+    def collate_fn(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        inputs = torch.stack([x[: self.width] for x, _ in samples])
+        return self.factor * inputs, torch.tensor([y for _, y in samples])
+
+
+class Batched(Ragged):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.asked += indices
+        return [self[index] for index in indices]
+
+
+def test_training_and_validation_set_are_read_and_collated_each_in_its_own_way() -> None:
+    data, validation = Ragged(4, 1.0), Batched(4, 10.0, start=100)
+    options: dict[str, Any] = {"record": False, "overrides": [*runs.QUICK, "data.workers=0"]}
+    for train, held_out in ((data, validation), (validation, data)):
+        validation.asked.clear()
+        subset = Subset(train, range(20))  # as of random_split
+        with create_training_pipeline(
+            nn.Linear(4, 2), subset, validation=held_out, **options
+        ) as pipeline:
+            source = pipeline.run.train.fetch.source
+            for part, indices in ((train, [1, 3]), (held_out, [21, 23])):
+                inputs, target = source.fetch(np.array(indices), None)
+                rows = [part[index % 20][0][:4] for index in indices]
+                assert torch.equal(inputs, part.factor * torch.stack(rows)) and target.all()
+        assert validation.asked and max(validation.asked) < 24
+    with create_training_pipeline(
+        nn.Linear(4, 2), data, validation=validation, **options
+    ) as pipeline:
+        assert pipeline.run.train.fetch.source.labels().tolist() == [0, 1] * 24
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -130,6 +176,11 @@ class Pairs:
         ({"data": (torch.zeros(4, 64), ["a"])}, UsageError, "got a str"),
         ({"data": torch.zeros(4, 64)}, UsageError, "data"),
         ({"data": Pairs()}, DataError, "cannot infer the task"),
+        (
+            {"data": Pairs(), "validation": DataLoader(Pairs())},
+            UsageError,
+            "validation must be .* got a DataLoader",
+        ),
         ({"model": nn.ReLU()}, UsageError, "nothing to train"),
         ({"model": "net"}, UsageError, "model must be"),
         ({"loss_fn": "mse"}, UsageError, "loss_fn must be"),

@@ -80,12 +80,21 @@ class UserDataset(Dataset):
             self.sizes = opening.fitted.sizes
         self.choices = choices
         with suppress(BadSample):  # it is raised when its batch is fetched
-            indices = list(range(1, min(TIMED_SAMPLES, len(dataset))))
+            first = self.part([0])[0]
+            indices = list(range(1, min(TIMED_SAMPLES, len(first))))
             while indices and self.sample_seconds is not None and self.sample_seconds < SLOW_S:
-                chunk_size = len(indices) if _fetches_batches(dataset) else 1
+                chunk_size = len(indices) if _fetches_batches(first) else 1
                 self._time_samples(indices[:chunk_size])
                 indices = indices[chunk_size:]
         self.generators = find_generators(dataset)  # some are made at the first sample
+
+    def part(self, rows: Sequence[int]) -> tuple[Any, int]:
+        """Return the data set that has these samples, and the index of its first one."""
+        return self.dataset, 0
+
+    def collate_of(self, rows: Sequence[int]) -> Callable[[list[Any]], Any] | None:
+        """Return the `collate_fn` for these samples; None without one."""
+        return self.collate
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
         """Cast float64 samples to the dtype of the weights; for float64 weights cast all floats."""
@@ -117,11 +126,12 @@ class UserDataset(Dataset):
 
     def as_pairs(self, samples: list[Any], rows: Sequence[int]) -> list[tuple[Nest, Nest]]:
         """Return inputs and target of each sample, collated by itself if the data set collates."""
-        if self.collate is None:
+        collate = self.collate_of(rows)
+        if collate is None:
             return _as_pairs(samples, rows)
         pairs = []
         for sample, row in zip(samples, rows, strict=True):
-            inputs, target = self._collated(self.collate, [sample], [row])
+            inputs, target = self._collated(collate, [sample], [row])
             pairs.append((first_row(inputs), first_row(target)))
         return pairs
 
@@ -129,7 +139,8 @@ class UserDataset(Dataset):
         """Return the key of the target in the first sample, if that is a dict."""
         with self._restored_generators(), suppress(BadSample):
             samples = self._samples([0], sample_seeds(0, 0, np.array([0])).tolist())
-            return label_key(samples[0] if self.collate is None else self.collate(samples))
+            collate = self.collate_of([0])
+            return label_key(samples[0] if collate is None else collate(samples))
         return None
 
     def draws_itself(self) -> bool:
@@ -153,7 +164,8 @@ class UserDataset(Dataset):
     def _time_samples(self, indices: list[int]) -> list[tuple[Nest, Nest]]:
         with self._restored_generators():
             samples = self._samples(indices, sample_seeds(0, 0, np.array(indices)).tolist())
-        seconds = self.read_seconds / (len(indices) if _fetches_batches(self.dataset) else 1)
+        at_once = _fetches_batches(self.part(indices)[0])
+        seconds = self.read_seconds / (len(indices) if at_once else 1)
         # the minimum: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
         pairs = self.as_pairs(samples, indices)
@@ -170,8 +182,8 @@ class UserDataset(Dataset):
 
     def assemble(self, samples: list[Any], rows: Sequence[int]) -> Batch:
         """Return the batch of samples, which messages number as `rows`; see `fetch`."""
-        if self.collate is not None:
-            batch: Sequence[Nest] = self._collated(self.collate, samples, rows)
+        if (collate := self.collate_of(rows)) is not None:
+            batch: Sequence[Nest] = self._collated(collate, samples, rows)
         elif (plain := collation.stack_plain(samples)) is not None:
             batch = plain
         else:
@@ -208,12 +220,13 @@ class UserDataset(Dataset):
 
     def _samples(self, indices: list[int], seeds: list[int]) -> list[Any]:
         """Read the samples by `__getitems__` where the data set has it, else one by one."""
-        if not _fetches_batches(self.dataset):
+        dataset, start_index = self.part(indices)
+        if not _fetches_batches(dataset):
             return self._read_each(indices, seeds)
         self._seed(seeds[0])
         start = time.perf_counter()
         try:
-            samples = self.dataset.__getitems__(indices)
+            samples = dataset.__getitems__([index - start_index for index in indices])
             self.read_seconds = time.perf_counter() - start
         except RunnerError:
             raise
@@ -264,7 +277,9 @@ def _fetches_batches(dataset: Any) -> bool:
 
 
 def find_collate(dataset: Any) -> Callable[[list[Any]], Any] | None:
-    """Return the `collate_fn` of a data set, a method or an attribute; None without one."""
+    """Return the `collate_fn` of a data set, also of torch's Subset of it; None without one."""
+    while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
+        dataset = dataset.dataset
     collate = getattr(dataset, "collate_fn", None)
     return collate if callable(collate) else None
 
