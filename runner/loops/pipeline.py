@@ -29,19 +29,21 @@ from runner.core.build.setup import Components
 from runner.core.checkpoint.ownership import check_folder
 from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig
-from runner.core.data.collate import infer_sizes
+from runner.core.data.collate import as_class_indices, infer_sizes
 from runner.core.data.dataset import Dataset
 from runner.core.data.joined import JoinedDataset
+from runner.core.data.labels import NO_LOSS
 from runner.core.data.order import split
+from runner.core.data.preprocessing import OpenOptions
 from runner.core.data.stream import adopt_data, is_stream
 from runner.core.data.user_dataset import UserDataset
 from runner.core.errors import DataError, UsageError
 from runner.core.execution.evaluation import evaluate
-from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.hook import Hook, check_hooks
 from runner.core.interfaces.nested import describe, tensors, tree_map
 from runner.core.interfaces.run import Run
 from runner.core.jobs import run_report as report
+from runner.core.objectives.build import meaning_of_targets
 from runner.core.optim.optimizer import Optimizer
 from runner.core.record.summary import Summary
 from runner.core.schemas.data import DataConfig
@@ -88,7 +90,8 @@ def create_training_pipeline(
     if isinstance(data, tuple | list | dict) or not is_stream(data):
         dataset = split_into_dataset(CALLER, data, validation, config, own_loss)
     else:
-        dataset = adopt_data(data, validation, config.data, own_loss=own_loss)
+        targets = meaning_of_targets(config.objective, own_loss)
+        dataset = adopt_data(data, validation, config.data, OpenOptions(targets=targets))
     run_folder = None
     if record:
         timestamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
@@ -150,8 +153,9 @@ def split_into_dataset(
     caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
+    targets = meaning_of_targets(config.objective, own_loss)
     if isinstance(data, tuple | list | dict):
-        return _make_in_memory(caller, data, validation, config, own_loss)
+        return _make_in_memory(caller, data, validation, config, targets)
     for argument, value in (("data", data), ("validation", validation)):
         if is_stream(value):
             allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
@@ -159,12 +163,12 @@ def split_into_dataset(
             raise UsageError(f"{caller}: {argument} {problem}")
     name = dotted_class_name(data)
     if validation is None:
-        return UserDataset(data, name, config.data)
-    return JoinedDataset(data, validation, name, config.data)
+        return UserDataset(data, name, config.data, OpenOptions(targets=targets))
+    return JoinedDataset(data, validation, name, config.data, OpenOptions(targets=targets))
 
 
 def _make_in_memory(
-    caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+    caller: str, data: Any, validation: Any, config: RunConfig, targets: str
 ) -> Dataset:
     nest = _as_tensors(f"{caller}: data", data)
     train_count = total = count_samples(nest[0], f"{caller}: data")
@@ -183,15 +187,19 @@ def _make_in_memory(
         if not tensor.ndim or len(tensor) != total:
             problem = f"data has {total:,} samples, but one of its tensors is {describe(tensor)}"
             raise DataError(f"{caller}: {problem}; the first dimension must be the sample in all")
-    try:
-        dataset = TensorDataset(*tensors(nest))
-        vars(dataset)["targets"] = nest[1]  # so that labels are not read one by one
-        sizes, choices = infer_sizes(dataset, "data", lambda i: tree_map(nest, lambda t: t[i]))
-    except DataError:
-        if not own_loss:
-            raise
-        sizes, choices = Sizes("given"), ()  # the caller's loss interprets the targets
-    return InMemoryDataset(*nest, sizes, (train, held_out), choices)
+    inputs, target = nest
+    counted, ignored = target, config.objective.ignore_index
+    if isinstance(target, Tensor) and ignored is not None and not target.is_floating_point():
+        counted = target.long()
+        counted = counted.where(counted != ignored, NO_LOSS)
+    dataset = TensorDataset(*tensors(nest))
+    vars(dataset)["targets"] = counted  # so that labels are not read one by one
+    nest = inputs, counted
+    sizes, choices = infer_sizes(
+        dataset, "data", lambda i: tree_map(nest, lambda t: t[i]), targets=targets
+    )
+    target = as_class_indices(target, sizes, targets)
+    return InMemoryDataset(inputs, target, sizes, (train, held_out), choices)
 
 
 def _structure(nest: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from runner import Hook, Verdict, create_training_pipeline
 from runner.core.errors import DataError, UsageError
@@ -166,6 +167,85 @@ def test_training_and_validation_set_are_read_and_collated_each_in_its_own_way()
         nn.Linear(4, 2), data, validation=validation, **options
     ) as pipeline:
         assert pipeline.run.train.fetch.source.labels().tolist() == [0, 1] * 24
+
+
+class Ordered(IterableDataset[Any]):
+    def __init__(self, *columns: Tensor) -> None:
+        self.columns = columns
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*self.columns, strict=True)
+
+
+def load_rows(*columns: Tensor) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*columns), 8)
+
+
+def as_given(*columns: Tensor) -> Any:
+    return columns
+
+
+def own_loss(output: Tensor, target: Any) -> Tensor:
+    """Compare the first output with the first target, of any form."""
+    first = target[0] if isinstance(target, tuple) else target
+    return (output[:, :1] - first.flatten(1).float().mean()).square().mean()
+
+
+OWN = "security.trusted=[tests]", "objective._target_=tests.loops.test_pipeline.own_loss"
+
+
+def trained(model: nn.Module, data: Any, *overrides: str, **options: Any) -> tuple[Any, Any]:
+    """Train for two steps; return the first target, and the sizes of the data."""
+    typed = [*runs.QUICK, "training.steps=2", "training.batch_size=8", *overrides]
+    options = {"validation": data, "record": False} | options
+    with create_training_pipeline(model, data, overrides=typed, **options) as pipeline:
+        pipeline.train()
+        source = pipeline.run.train.fetch.source
+        return source.fetch(np.arange(8), None)[1], source.sizes
+
+
+@pytest.mark.parametrize("make", [as_given, TensorDataset, Ordered, load_rows])
+def test_labels_of_any_width_are_classes_but_a_loss_of_the_callers_gets_them_unchanged(
+    make: Any,
+) -> None:
+    x, y = torch.randn(16, 4), torch.arange(16).unsqueeze(1) % 2
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int32):
+        target, sizes = trained(nn.Linear(4, 2), make(x, y.flatten().to(dtype)))
+        assert (target.dtype, sizes.classes) == (torch.int64, 2)
+    data = make(x, y.int())
+    assert trained(nn.Linear(4, 1), data, *OWN)[0].dtype == torch.int32
+    assert trained(nn.Linear(4, 1), data, loss_fn=own_loss)[0].dtype == torch.int32
+
+
+class Nested:
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(4), (torch.tensor([index % 2]), float(index))
+
+
+@pytest.mark.parametrize("data", [Nested(), (torch.ones(16, 4), torch.ones(16, 2, 2).long())])
+def test_a_loss_of_the_callers_interprets_targets_of_any_form(data: Any) -> None:
+    with pytest.raises(DataError, match="cannot infer the task.*give a loss of your own"):
+        trained(nn.Linear(4, 1), data)
+    for options in ({}, {"validation": None}):
+        assert trained(nn.Linear(4, 1), data, *OWN, **options)[1].task == "given"
+        assert trained(nn.Linear(4, 1), data, loss_fn=own_loss, **options)[1].task == "given"
+
+
+def test_integers_of_any_shape_are_classes_if_that_is_typed() -> None:
+    x, y = torch.randn(16, 3, 4, 4), torch.arange(256).reshape(16, 4, 4) % 3
+    with pytest.raises(DataError, match="type objective=classification if they are classes"):
+        trained(nn.Conv2d(3, 3, 1), (x, y))
+    y[0, 0, 0] = 255
+    typed = "objective=classification", "objective.ignore_index=255"
+    for labels in (y, y.to(torch.uint8)):
+        target, sizes = trained(nn.Conv2d(3, 3, 1), (x, labels), *typed)
+        assert torch.equal(target, y[:8]) and (sizes.task, sizes.classes) == ("classification", 3)
+    plain = TensorDataset(x, y.clamp(max=2))
+    target, sizes = trained(nn.Conv2d(3, 3, 1), plain, "objective=classification")
+    assert target.shape == (8, 4, 4) and sizes.classes == 3
 
 
 @pytest.mark.parametrize(

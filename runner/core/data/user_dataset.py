@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.core.data import collate as collation
-from runner.core.data.collate import Nest, as_pair, label_key
+from runner.core.data.collate import Nest, as_class_indices, as_pair, label_key
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.labels import check_id_range
 from runner.core.data.order import mix, sample_seeds
@@ -57,6 +57,7 @@ class UserDataset(Dataset):
     read_seconds = 0.0  # of the last call of the data set, without seeding
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
     collate: Callable[[list[Any]], Any] | None = None  # the data set's own `collate_fn`
+    targets = "inferred"  # what they are, as in `OpenOptions`
 
     def __init__(
         self, dataset: Any, name: str, config: DataConfig, opening: OpenOptions = DEFAULT_OPENING
@@ -67,13 +68,17 @@ class UserDataset(Dataset):
                 fix = "define __len__ and __getitem__ (map-style), or __iter__ (a stream)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset, self.name = dataset, name
-        self.collate = find_collate(dataset)
+        self.collate, self.targets = find_collate(dataset), opening.targets
         self.generators = find_generators(dataset)
         self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
         if opening.fitted is None:
             skip_bad = config.bad_samples is BadSamples.drop
             self.sizes, inferred = collation.infer_sizes(
-                dataset, name, lambda index: self._time_samples([index])[0], skip_bad
+                dataset,
+                name,
+                lambda index: self._time_samples([index])[0],
+                skip_bad,
+                targets=opening.targets,
             )
             choices = (*choices, *inferred)
         else:
@@ -191,7 +196,7 @@ class UserDataset(Dataset):
             parts = zip(zip(*pairs, strict=True), ("inputs", "target"), strict=True)
             batch = [collation.stack(column, rows, name) for column, name in parts]
         inputs, target = (tree_map(part, self._cast) for part in batch)
-        return self._checked(inputs, target, rows)
+        return self._checked(inputs, as_class_indices(target, self.sizes, self.targets), rows)
 
     def _collated(
         self, collate: Callable[[list[Any]], Any], samples: list[Any], rows: Sequence[int]
