@@ -80,7 +80,7 @@ def create_training_pipeline(
     It is recorded in `folder`, by default a new one in `outputs/runs/<name>/`; `record=False`
     writes nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
-    check_trainable(CALLER, model, loss_fn, optimizer, overrides)
+    check_trainable(CALLER, model, loss_fn, optimizer, overrides, data, validation)
     check_hooks(CALLER, hooks)
     overrides = [*([] if name is None else [f"name={name}"]), *overrides]
     config = compose([f"optimization={level}", *overrides])

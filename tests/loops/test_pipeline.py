@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
-from runner import Hook, Verdict, create_training_pipeline
-from runner.core.errors import DataError, UsageError
+from runner import Components, Hook, Verdict, build, compose, create_training_pipeline
+from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
 from tests import runs
 
@@ -313,3 +313,49 @@ def test_a_key_that_a_given_optimizer_replaces_is_refused_and_the_others_act(dig
         update = pipeline.run.update
         assert update.average and not update.ema_warmup
         assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+
+
+SPLIT = {"validation": "0.5", "split": "stratified", "folds": "5", "fold": "0"}
+ORDER = {"shuffle": "true", "drop_last": "true", "split_seed": "1", "most_bad": "0.2"}
+ORDER["validation"] = "0.5"
+PROCESSES = {"workers": "0", "prefetch": "3", "persistent_workers": "true", "timeout_s": "9"}
+PROCESSES["worker_restarts"] = "1"
+ROWS = torch.zeros(16, 4), torch.arange(16) % 2
+
+
+@pytest.mark.parametrize(
+    ("data", "part", "keys"),
+    [
+        (ROWS, "validation", SPLIT),
+        (TensorDataset(*ROWS), "validation", SPLIT),
+        (Ordered(*ROWS), "a stream", ORDER),
+        (load_rows(*ROWS), "a DataLoader", ORDER | PROCESSES),
+    ],
+)
+def test_keys_of_data_without_effect_on_the_given_ones_are_refused_by_name(
+    data: Any, part: str, keys: dict[str, str]
+) -> None:
+    typed = [*runs.QUICK, "training.steps=2", "training.batch_size=8", "checkpoint=off"]
+    create = partial(create_training_pipeline, nn.Linear(4, 2), data, validation=data, record=False)
+    components = Components(nn.Linear(4, 2), data, validation=data)
+    for key, value in keys.items():
+        overrides = [*typed, f"data.{key}={value}"]
+        message = f"data.{key}={value} has no effect, as {part} is given; leave it out"
+        with pytest.raises(UsageError, match=f"^create_training_pipeline: {message}"):
+            create(overrides=overrides)
+        if part != "validation":  # Components take one for the others alone
+            with pytest.raises(UsageError, match=f"^build: {message}"):
+                build(compose(overrides), components=components)
+    acting = {k: v for k, v in (ORDER | PROCESSES).items() if k not in keys}
+    others = [f"data.{key}={value}" for key, value in acting.items()]
+    create(overrides=[*typed, *others, "data.pin_memory=false"]).close()
+
+
+def test_a_limit_of_validation_samples_acts_on_samples_or_is_refused() -> None:
+    typed = [*runs.QUICK, "training.steps=2", "training.batch_size=8", "data.validation_samples=3"]
+    create = partial(create_training_pipeline, nn.Linear(4, 2), record=False, overrides=typed)
+    for data in (ROWS, TensorDataset(*ROWS), Ordered(*ROWS)):
+        with create(data, validation=data) as pipeline:
+            assert [len(y) for _, y in pipeline.run.validation.batches(0)] == [3]
+    with pytest.raises(ConfigError, match="data.validation_samples: counts samples, and"):
+        create(load_rows(*ROWS), validation=load_rows(*ROWS))
