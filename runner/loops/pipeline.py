@@ -30,11 +30,11 @@ from runner.core.checkpoint.ownership import check_folder
 from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig
 from runner.core.data.collate import as_class_indices, infer_sizes
-from runner.core.data.dataset import Dataset
+from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.joined import JoinedDataset
 from runner.core.data.labels import NO_LOSS
-from runner.core.data.order import split
-from runner.core.data.preprocessing import OpenOptions
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
+from runner.core.data.split import split_samples
 from runner.core.data.stream import adopt_data, is_stream
 from runner.core.data.user_dataset import UserDataset
 from runner.core.errors import DataError, UsageError
@@ -46,7 +46,7 @@ from runner.core.jobs import run_report as report
 from runner.core.objectives.build import meaning_of_targets
 from runner.core.optim.optimizer import Optimizer
 from runner.core.record.summary import Summary
-from runner.core.schemas.data import DataConfig
+from runner.core.schemas.data import DataConfig, SplitRule
 from runner.core.schemas.models import ModelConfig
 from runner.core.train.loop import train
 
@@ -88,7 +88,7 @@ def create_training_pipeline(
     config = with_components(config, model, data, rename=default_name)
     own_loss = loss_fn is not None
     if isinstance(data, tuple | list | dict) or not is_stream(data):
-        dataset = split_into_dataset(CALLER, data, validation, config, own_loss)
+        dataset = split_into_dataset(CALLER, model, data, validation, config, own_loss)
     else:
         targets = meaning_of_targets(config.objective, own_loss)
         dataset = adopt_data(data, validation, config.data, OpenOptions(targets=targets))
@@ -150,12 +150,19 @@ def dotted_class_name(value: Any) -> str:
 
 
 def split_into_dataset(
-    caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+    caller: str,
+    model: nn.Module,
+    data: Any,
+    validation: Any,
+    config: RunConfig,
+    own_loss: bool,
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
     targets = meaning_of_targets(config.objective, own_loss)
     if isinstance(data, tuple | list | dict):
-        return _make_in_memory(caller, data, validation, config, targets)
+        weights = (p.dtype for p in model.parameters() if p.is_floating_point())
+        is_double = next(weights, None) == torch.float64
+        return _make_in_memory(caller, data, validation, config, targets, is_double)
     for argument, value in (("data", data), ("validation", validation)):
         if is_stream(value):
             allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
@@ -168,21 +175,17 @@ def split_into_dataset(
 
 
 def _make_in_memory(
-    caller: str, data: Any, validation: Any, config: RunConfig, targets: str
+    caller: str, data: Any, validation: Any, config: RunConfig, targets: str, is_double: bool
 ) -> Dataset:
-    nest = _as_tensors(f"{caller}: data", data)
+    nest = _as_tensors(f"{caller}: data", data, is_double)
     train_count = total = count_samples(nest[0], f"{caller}: data")
     if validation is not None:
-        validation_nest = _as_tensors(f"{caller}: validation", validation)
+        validation_nest = _as_tensors(f"{caller}: validation", validation, is_double)
         total += count_samples(validation_nest[0], f"{caller}: validation")
         if _structure(nest) != _structure(validation_nest):
             raise UsageError(f"{caller}: validation must have the same structure as data")
         validation_tensors = iter(tensors(validation_nest))
         nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(validation_tensors)]))
-        train, held_out = np.split(np.arange(total), [train_count])
-    else:
-        share, seed = config.data.validation, config.data.split_seed
-        train, held_out = split(train_count, share, seed, "data", config.data.validation_fold)
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
             problem = f"data has {total:,} samples, but one of its tensors is {describe(tensor)}"
@@ -199,6 +202,11 @@ def _make_in_memory(
         dataset, "data", lambda i: tree_map(nest, lambda t: t[i]), targets=targets
     )
     target = as_class_indices(target, sizes, targets)
+    train, held_out = np.split(np.arange(total), [train_count])
+    if validation is None:
+        labels = class_labels(target, sizes) if isinstance(target, Tensor) else None
+        labels = labels if config.data.split is SplitRule.stratified else None  # else random
+        train, held_out, _ = split_samples(DEFAULT_OPENING, total, config.data, "data", labels)
     return InMemoryDataset(inputs, target, sizes, (train, held_out), choices)
 
 
@@ -206,8 +214,11 @@ def _structure(nest: Any) -> str:
     return describe(tree_map(nest, lambda tensor: tensor[:1]))
 
 
-def _as_tensors(caller: str, data: Any) -> tuple[Any, Any]:
-    """Convert inputs and target to nests of CPU tensors; float64 becomes float32."""
+def _as_tensors(caller: str, data: Any, is_double: bool) -> tuple[Any, Any]:
+    """Convert inputs and target to nests of CPU tensors.
+
+    float64 becomes float32, or, as the weights of the model if `is_double`, floats become float64.
+    """
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
@@ -220,6 +231,8 @@ def _as_tensors(caller: str, data: Any) -> tuple[Any, Any]:
             allowed = "(inputs, target) as tensors or arrays, or a map-style data set"
             raise UsageError(f"{caller} must be {allowed}, got {describe(value)} in it")
         value = value.detach().cpu()
+        if is_double and value.is_floating_point():
+            return value.double()
         return value.float() if value.dtype == torch.float64 else value
 
     inputs, target = as_batch(data, caller)

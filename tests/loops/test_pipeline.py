@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from runner import Components, Hook, Verdict, build, compose, create_training_pipeline
 from runner.core.errors import ConfigError, DataError, UsageError
 from runner.core.schemas.optimizer import OptimizerConfig, ScheduleConfig
+from runner.loops.pipeline import split_into_dataset
 from tests import runs
 
 QUICK = [*runs.QUICK, "optimizer.lr=3e-3"]
@@ -359,3 +360,35 @@ def test_a_limit_of_validation_samples_acts_on_samples_or_is_refused() -> None:
             assert [len(y) for _, y in pipeline.run.validation.batches(0)] == [3]
     with pytest.raises(ConfigError, match="data.validation_samples: counts samples, and"):
         create(load_rows(*ROWS), validation=load_rows(*ROWS))
+
+
+def test_tensors_have_the_dtype_of_a_float64_model_and_are_float32_beside_others() -> None:
+    x, y = torch.randn(16, 4, dtype=torch.float64), torch.randn(16, 2)
+    for data in ((x, y), (x.numpy(), y.double().numpy()), (x.float(), y)):
+        assert trained(nn.Linear(4, 2).double(), data)[0].dtype == torch.float64
+        assert trained(nn.Linear(4, 2), data)[0].dtype == torch.float32
+    components = nn.Linear(4, 2).double(), (x, y), None, compose([]), True
+    kept = split_into_dataset("test", *components).fetch(np.arange(16), None)[0]
+    assert torch.equal(kept, x)  # not rounded on the way
+
+
+@pytest.mark.parametrize("make", [as_given, TensorDataset])
+def test_data_split_stratified_holds_out_the_same_share_of_each_class(make: Any) -> None:
+    labels = torch.tensor([0] * 80 + [1] * 12 + [2] * 8)[torch.randperm(100)]
+    data = make(torch.randn(100, 4), labels.int())
+    create = partial(create_training_pipeline, nn.Linear(4, 3), record=False)
+
+    def held_out(data: Any, *typed: str) -> list[int]:
+        with create(data, overrides=[*runs.QUICK, "data.workers=0", *typed]) as pipeline:
+            chosen = pipeline.run.validation.fetch.order.indices
+            return torch.bincount(labels[chosen], minlength=3).tolist()
+
+    assert held_out(data, "data.split=stratified") == [16, 2, 2]
+    folds = [
+        held_out(data, "data.split=stratified", "data.folds=4", f"data.fold={fold}")
+        for fold in range(4)
+    ]
+    assert folds == [[20, 3, 2]] * 4
+    assert held_out(data) == held_out(data, "data.split=random")  # the default
+    with pytest.raises(ConfigError, match="stratified needs classes.*attribute `targets`"):
+        held_out(make(torch.randn(100, 4), torch.randn(100)), "data.split=stratified")

@@ -26,7 +26,7 @@ from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources
 from runner.core.errors import BadSample, ConfigError, DataError, RunnerError, error_text
 from runner.core.findings import Choice
-from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.batch import Batch, Sizes
 from runner.core.interfaces.nested import named_leaves, tree_map
 from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.data import BadSamples, DataConfig
@@ -58,6 +58,7 @@ class UserDataset(Dataset):
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
     collate: Callable[[list[Any]], Any] | None = None  # the data set's own `collate_fn`
     targets = "inferred"  # what they are, as in `OpenOptions`
+    stratified_by: np.ndarray | None = None  # the class of each sample, if that splits them
 
     def __init__(
         self, dataset: Any, name: str, config: DataConfig, opening: OpenOptions = DEFAULT_OPENING
@@ -70,20 +71,17 @@ class UserDataset(Dataset):
         self.dataset, self.name = dataset, name
         self.collate, self.targets = find_collate(dataset), opening.targets
         self.generators = find_generators(dataset)
-        self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
+        inferred = tuple[Choice, ...]()
         if opening.fitted is None:
-            skip_bad = config.bad_samples is BadSamples.drop
-            self.sizes, inferred = collation.infer_sizes(
-                dataset,
-                name,
-                lambda index: self._time_samples([index])[0],
-                skip_bad,
-                targets=opening.targets,
-            )
-            choices = (*choices, *inferred)
+            self.sizes, inferred = self._infer_sizes(config, opening)
         else:
             self.sizes = opening.fitted.sizes
-        self.choices = choices
+        rule = config.split.name if config.split is not None else opening.split_rule
+        if rule == "stratified" and opening.splits_samples(config):
+            self.stratified_by = self._labels_to_split(config, opening)
+        split = split_samples(opening, len(dataset), config, name, self.stratified_by)
+        self.train, self.validation, choices = split
+        self.choices = (*choices, *inferred)
         with suppress(BadSample):  # it is raised when its batch is fetched
             first = self.part([0])[0]
             indices = list(range(1, min(TIMED_SAMPLES, len(first))))
@@ -92,6 +90,35 @@ class UserDataset(Dataset):
                 self._time_samples(indices[:chunk_size])
                 indices = indices[chunk_size:]
         self.generators = find_generators(dataset)  # some are made at the first sample
+
+    def _infer_sizes(
+        self, config: DataConfig, opening: OpenOptions
+    ) -> tuple[Sizes, tuple[Choice, ...]]:
+        self.labels_read = dict[int, int]()  # by sample
+
+        def read(index: int) -> tuple[Nest, Nest]:
+            inputs, target = self._time_samples([index])[0]
+            is_one = isinstance(target, torch.Tensor) and target.numel() == 1
+            if is_one and not (target.is_floating_point() or target.is_complex()):
+                self.labels_read[index] = int(target)
+            return inputs, target
+
+        skip_bad = config.bad_samples is BadSamples.drop
+        return collation.infer_sizes(
+            self.dataset, self.name, read, skip_bad, targets=opening.targets
+        )
+
+    def _labels_to_split(self, config: DataConfig, opening: OpenOptions) -> np.ndarray | None:
+        """Return the class of each sample: `targets`, or what was read to count the classes."""
+        labels = self.labels()
+        if labels is not None or self.sizes.task != "classification":
+            return labels
+        if opening.fitted is not None:
+            self._infer_sizes(config, opening)  # as in the run that was fitted
+        indices = range(len(self.dataset))
+        if len(self.labels_read) < len(indices):
+            return None
+        return np.array([self.labels_read[index] for index in indices])
 
     def part(self, rows: Sequence[int]) -> tuple[Any, int]:
         """Return the data set that has these samples, and the index of its first one."""

@@ -83,7 +83,7 @@ def benchmark_optimizations(
     for arm in built_arms:
         check_trainable(CALLER, model, loss_fn, optimizer, arm.overrides, data, validation)
     has_loss, plain_config = loss_fn is not None, built_arms[0].config
-    dataset = split_into_dataset(CALLER, data, validation, plain_config, has_loss)
+    dataset = split_into_dataset(CALLER, model, data, validation, plain_config, has_loss)
     built_arms = [  # no command line trains this model on these data
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
         for arm in built_arms
