@@ -374,21 +374,21 @@ def test_tensors_have_the_dtype_of_a_float64_model_and_are_float32_beside_others
 
 @pytest.mark.parametrize("make", [as_given, TensorDataset])
 def test_data_split_stratified_holds_out_the_same_share_of_each_class(make: Any) -> None:
-    labels = torch.tensor([0] * 80 + [1] * 12 + [2] * 8)[torch.randperm(100)]
+    labels = torch.tensor([0] * 80 + [1] * 12 + [2] * 8)
     data = make(torch.randn(100, 4), labels.int())
     create = partial(create_training_pipeline, nn.Linear(4, 3), record=False)
 
     def held_out(data: Any, *typed: str) -> list[int]:
         with create(data, overrides=[*runs.QUICK, "data.workers=0", *typed]) as pipeline:
-            chosen = pipeline.run.validation.fetch.order.indices
-            return torch.bincount(labels[chosen], minlength=3).tolist()
+            return pipeline.run.validation.fetch.order.indices.tolist()
 
-    assert held_out(data, "data.split=stratified") == [16, 2, 2]
-    folds = [
-        held_out(data, "data.split=stratified", "data.folds=4", f"data.fold={fold}")
-        for fold in range(4)
-    ]
-    assert folds == [[20, 3, 2]] * 4
-    assert held_out(data) == held_out(data, "data.split=random")  # the default
+    def counts(*typed: str) -> list[int]:
+        return torch.bincount(labels[held_out(data, *typed)], minlength=3).tolist()
+
+    stratified, by_default = "data.split=stratified", held_out(data)
+    assert counts(stratified) == [16, 2, 2]
+    for fold in range(4):
+        assert counts(stratified, "data.folds=4", f"data.fold={fold}") == [20, 3, 2]
+    assert by_default == held_out(data, "data.split=random") != held_out(data, stratified)
     with pytest.raises(ConfigError, match="stratified needs classes.*attribute `targets`"):
         held_out(make(torch.randn(100, 4), torch.randn(100)), "data.split=stratified")
