@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from runner import rooms
 from runner.core.build.arguments import (
@@ -29,21 +29,24 @@ from runner.core.build.setup import Components
 from runner.core.checkpoint.ownership import check_folder
 from runner.core.config.composing import compose
 from runner.core.config.run_config import RunConfig
-from runner.core.data.collate import infer_sizes
-from runner.core.data.dataset import Dataset
-from runner.core.data.order import split
+from runner.core.data.collate import as_class_indices, infer_sizes
+from runner.core.data.dataset import Dataset, class_labels
+from runner.core.data.joined import JoinedDataset
+from runner.core.data.labels import NO_LOSS
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
+from runner.core.data.split import split_samples
 from runner.core.data.stream import adopt_data, is_stream
 from runner.core.data.user_dataset import UserDataset
 from runner.core.errors import DataError, UsageError
 from runner.core.execution.evaluation import evaluate
-from runner.core.interfaces.batch import Sizes
 from runner.core.interfaces.hook import Hook, check_hooks
 from runner.core.interfaces.nested import describe, tensors, tree_map
 from runner.core.interfaces.run import Run
 from runner.core.jobs import run_report as report
+from runner.core.objectives.build import meaning_of_targets
 from runner.core.optim.optimizer import Optimizer
 from runner.core.record.summary import Summary
-from runner.core.schemas.data import DataConfig
+from runner.core.schemas.data import DataConfig, SplitRule
 from runner.core.schemas.models import ModelConfig
 from runner.core.train.loop import train
 
@@ -77,7 +80,7 @@ def create_training_pipeline(
     It is recorded in `folder`, by default a new one in `outputs/runs/<name>/`; `record=False`
     writes nothing. Raises UsageError, ConfigError, DataError or DeviceError.
     """
-    check_trainable(CALLER, model, loss_fn, optimizer, overrides)
+    check_trainable(CALLER, model, loss_fn, optimizer, overrides, data, validation)
     check_hooks(CALLER, hooks)
     overrides = [*([] if name is None else [f"name={name}"]), *overrides]
     config = compose([f"optimization={level}", *overrides])
@@ -85,9 +88,10 @@ def create_training_pipeline(
     config = with_components(config, model, data, rename=default_name)
     own_loss = loss_fn is not None
     if isinstance(data, tuple | list | dict) or not is_stream(data):
-        dataset = split_into_dataset(CALLER, data, validation, config, own_loss)
+        dataset = split_into_dataset(CALLER, model, data, validation, config, own_loss)
     else:
-        dataset = adopt_data(data, validation, config.data, own_loss=own_loss)
+        targets = meaning_of_targets(config.objective, own_loss)
+        dataset = adopt_data(data, validation, config.data, OpenOptions(targets=targets))
     run_folder = None
     if record:
         timestamp = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(3)}"
@@ -146,62 +150,75 @@ def dotted_class_name(value: Any) -> str:
 
 
 def split_into_dataset(
-    caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+    caller: str,
+    model: nn.Module,
+    data: Any,
+    validation: Any,
+    config: RunConfig,
+    own_loss: bool,
 ) -> Dataset:
     """Split a data set or tensors into train and validation. Raises UsageError or DataError."""
-    if isinstance(data, DataLoader | IterableDataset):
-        allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
-        raise UsageError(f"{caller}: data must be {allowed}, got a {type(data).__name__}")
+    targets = meaning_of_targets(config.objective, own_loss)
     if isinstance(data, tuple | list | dict):
-        return _make_in_memory(caller, data, validation, config, own_loss)
-    dataset = data
-    if validation is not None:
-        dataset = ConcatDataset([data, validation])
-        attributes = {name: getattr(data, name, None) for name in ("classes", "vocab", "sizes")}
-        vars(dataset).update({k: value for k, value in attributes.items() if value is not None})
-    user_dataset = UserDataset(dataset, dotted_class_name(data), config.data)
-    if validation is not None:
-        user_dataset.train, user_dataset.validation = np.split(np.arange(len(dataset)), [len(data)])
-    return user_dataset
+        weights = (p.dtype for p in model.parameters() if p.is_floating_point())
+        is_double = next(weights, None) == torch.float64
+        return _make_in_memory(caller, data, validation, config, targets, is_double)
+    for argument, value in (("data", data), ("validation", validation)):
+        if is_stream(value):
+            allowed = "tensors or a data set with __len__ and __getitem__ (loader.dataset)"
+            problem = f"must be {allowed} and no batch_sampler, got a {type(value).__name__}"
+            raise UsageError(f"{caller}: {argument} {problem}")
+    name = dotted_class_name(data)
+    if validation is None:
+        return UserDataset(data, name, config.data, OpenOptions(targets=targets))
+    return JoinedDataset(data, validation, name, config.data, OpenOptions(targets=targets))
 
 
 def _make_in_memory(
-    caller: str, data: Any, validation: Any, config: RunConfig, own_loss: bool
+    caller: str, data: Any, validation: Any, config: RunConfig, targets: str, is_double: bool
 ) -> Dataset:
-    nest = _as_tensors(f"{caller}: data", data)
+    nest = _as_tensors(f"{caller}: data", data, is_double)
     train_count = total = count_samples(nest[0], f"{caller}: data")
     if validation is not None:
-        validation_nest = _as_tensors(f"{caller}: validation", validation)
+        validation_nest = _as_tensors(f"{caller}: validation", validation, is_double)
         total += count_samples(validation_nest[0], f"{caller}: validation")
         if _structure(nest) != _structure(validation_nest):
             raise UsageError(f"{caller}: validation must have the same structure as data")
         validation_tensors = iter(tensors(validation_nest))
         nest = tree_map(nest, lambda tensor: torch.cat([tensor, next(validation_tensors)]))
-        train, held_out = np.split(np.arange(total), [train_count])
-    else:
-        share, seed = config.data.validation, config.data.split_seed
-        train, held_out = split(train_count, share, seed, "data", config.data.validation_fold)
     for tensor in tensors(nest):
         if not tensor.ndim or len(tensor) != total:
             problem = f"data has {total:,} samples, but one of its tensors is {describe(tensor)}"
             raise DataError(f"{caller}: {problem}; the first dimension must be the sample in all")
-    try:
-        dataset = TensorDataset(*tensors(nest))
-        vars(dataset)["targets"] = nest[1]  # so that labels are not read one by one
-        sizes, choices = infer_sizes(dataset, "data", lambda i: tree_map(nest, lambda t: t[i]))
-    except DataError:
-        if not own_loss:
-            raise
-        sizes, choices = Sizes("given"), ()  # the caller's loss interprets the targets
-    return InMemoryDataset(*nest, sizes, (train, held_out), choices)
+    inputs, target = nest
+    counted, ignored = target, config.objective.ignore_index
+    if isinstance(target, Tensor) and ignored is not None and not target.is_floating_point():
+        counted = target.long()
+        counted = counted.where(counted != ignored, NO_LOSS)
+    dataset = TensorDataset(*tensors(nest))
+    vars(dataset)["targets"] = counted  # so that labels are not read one by one
+    nest = inputs, counted
+    sizes, choices = infer_sizes(
+        dataset, "data", lambda i: tree_map(nest, lambda t: t[i]), targets=targets
+    )
+    target = as_class_indices(target, sizes, targets)
+    train, held_out = np.split(np.arange(total), [train_count])
+    if validation is None:
+        labels = class_labels(target, sizes) if isinstance(target, Tensor) else None
+        labels = labels if config.data.split is SplitRule.stratified else None  # else random
+        train, held_out, _ = split_samples(DEFAULT_OPENING, total, config.data, "data", labels)
+    return InMemoryDataset(inputs, target, sizes, (train, held_out), choices)
 
 
 def _structure(nest: Any) -> str:
     return describe(tree_map(nest, lambda tensor: tensor[:1]))
 
 
-def _as_tensors(caller: str, data: Any) -> tuple[Any, Any]:
-    """Convert inputs and target to nests of CPU tensors; float64 becomes float32."""
+def _as_tensors(caller: str, data: Any, is_double: bool) -> tuple[Any, Any]:
+    """Convert inputs and target to nests of CPU tensors.
+
+    float64 becomes float32, or, as the weights of the model if `is_double`, floats become float64.
+    """
 
     def convert(value: Any) -> Any:
         if isinstance(value, dict):
@@ -214,6 +231,8 @@ def _as_tensors(caller: str, data: Any) -> tuple[Any, Any]:
             allowed = "(inputs, target) as tensors or arrays, or a map-style data set"
             raise UsageError(f"{caller} must be {allowed}, got {describe(value)} in it")
         value = value.detach().cpu()
+        if is_double and value.is_floating_point():
+            return value.double()
         return value.float() if value.dtype == torch.float64 else value
 
     inputs, target = as_batch(data, caller)

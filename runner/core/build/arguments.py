@@ -14,10 +14,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from runner.core.build.setup import Components
+from runner.core.config.composed import ATTRIBUTE
 from runner.core.data.collate import split_pair
 from runner.core.data.dataset import Dataset, class_labels
+from runner.core.data.stream import is_stream
 from runner.core.errors import RunnerError, UsageError
 from runner.core.findings import Choice
 from runner.core.interfaces.batch import LABEL_KEYS, Batch, Inputs, Sizes
@@ -30,6 +33,12 @@ from runner.core.record.text import shorten
 Loss = Callable[[Any, Any], Tensor]
 ACTING_KEYS = ("optimizer.ema", "optimizer.ema_warmup", "optimizer.freeze")
 """Keys of the optimizer's group that act on a given optimizer, too."""
+SPLIT_KEYS = ("validation", "split", "folds", "fold")
+"""Keys of `data` that have no effect beside a validation set."""
+INDEX_KEYS = ("shuffle", "drop_last", "validation", "split_seed", "most_bad")
+"""Keys of `data` that have no effect on data that are read in order; others are refused there."""
+WORKER_KEYS = ("workers", "prefetch", "persistent_workers", "timeout_s", "worker_restarts")
+"""Keys of `data` that have no effect on a DataLoader, which has workers of its own."""
 
 
 class Closeable(ABC):
@@ -63,7 +72,7 @@ def check_folder(caller: str, folder: Any) -> Path:
     return path
 
 
-def check_components(components: Any, given: Any) -> Components:
+def check_components(components: Any, given: Any, config: Any) -> Components:
     """Return the objects that `build` was given; UsageError for what a run cannot use."""
     if components is not None and given is not None:
         raise UsageError("build: components and given are the same; give one of them")
@@ -85,6 +94,8 @@ def check_components(components: Any, given: Any) -> Components:
     if components.validation is not None and isinstance(components.data, Dataset | None):
         problem = "is for data that are a DataLoader or a stream of yours"
         raise UsageError(f"build: Components(validation=…) {problem}; give it with data=…")
+    typed, _ = getattr(config, ATTRIBUTE, ((), None))  # of a config that `compose` made
+    _check_data_keys("build", components.data, components.validation, typed)
     return components
 
 
@@ -177,6 +188,8 @@ def check_model_arguments(
     loss_fn: Any = callable,
     optimizer: Optimizer | None = None,
     overrides: Any = (),
+    data: Any = None,
+    validation: Any = None,
 ) -> None:
     """Raise UsageError for an invalid argument."""
     if not isinstance(model, nn.Module):
@@ -196,8 +209,23 @@ def check_model_arguments(
             part = "loss_fn"
         if part:
             raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")
+    _check_data_keys(caller, data, validation, overrides)
     if optimizer is not None:
         _check_optimizer(caller, model, optimizer)
+
+
+def _check_data_keys(caller: str, data: Any, validation: Any, overrides: Any) -> None:
+    """Raise UsageError for a key of `data` that has no effect on these objects."""
+    part, keys = "", tuple[str, ...]()
+    if isinstance(data, DataLoader):
+        part, keys = "a DataLoader", INDEX_KEYS + WORKER_KEYS
+    elif not isinstance(data, tuple | list | dict | Dataset) and is_stream(data):
+        part, keys = "a stream", INDEX_KEYS
+    elif validation is not None:
+        part, keys = "validation", SPLIT_KEYS
+    for text, key in check_overrides(caller, overrides):
+        if key.startswith("data.") and key.removeprefix("data.") in keys:
+            raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")
 
 
 def check_overrides(caller: str, overrides: Any) -> list[tuple[str, str]]:
@@ -216,11 +244,25 @@ def check_whole_number(caller: str, name: str, value: Any, minimum: int) -> None
 
 
 def check_trainable(
-    caller: str, model: Any, loss_fn: Any, optimizer: Optimizer | None, overrides: Any
+    caller: str,
+    model: Any,
+    loss_fn: Any,
+    optimizer: Optimizer | None,
+    overrides: Any,
+    data: Any,
+    validation: Any,
 ) -> None:
     """Check the arguments of a full run; a missing loss or optimizer comes from the config."""
     loss_fn = callable if loss_fn is None else loss_fn
-    check_model_arguments(caller, model, loss_fn=loss_fn, optimizer=optimizer, overrides=overrides)
+    check_model_arguments(
+        caller,
+        model,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        overrides=overrides,
+        data=data,
+        validation=validation,
+    )
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"{caller}: no model parameter requires a gradient: nothing to train")
 

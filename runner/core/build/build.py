@@ -102,7 +102,7 @@ def build(
     if components is not None or given is not None:
         from runner.core.build.arguments import check_components  # not by the command line
 
-        components = check_components(components, given)
+        components = check_components(components, given, config)
     components = components or Components()
     if folder is not None and not (isinstance(folder, Path) and folder.is_dir()):
         from runner.core.build.arguments import check_folder  # not by the command line

@@ -24,7 +24,7 @@ from runner.core.findings import Choice, notice
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.processes import WorldProtocol
 from runner.core.interfaces.technique import RunBuilder
-from runner.core.objectives.build import adapt_sizes
+from runner.core.objectives.build import adapt_sizes, meaning_of_targets
 from runner.core.record.digests import DataFiles, stamp_arguments
 from runner.core.schemas.data import LABELS_UNKNOWN, BadSamples, FromFiles
 from runner.core.schemas.jobs import EVALUATION_JOBS, JobKind
@@ -98,7 +98,9 @@ def open_run_data(
         check_predicts(fitted)
     split_rule = fitted.split if fitted else split_rule
     evaluates = config.job.kind in EVALUATION_JOBS
-    opening = OpenOptions(setup.policy, fitted, evaluates, not predicts, split_rule)
+    targets = meaning_of_targets(config.objective, setup.components.objective is not None)
+    options = setup.policy, fitted, evaluates, not predicts, split_rule
+    opening = OpenOptions(*options, targets=targets)
     evaluates_all = opening.evaluates_all(config.data)
     split_paths: SplitPaths | None = None
     if user_data is None and "path" in vars(config.data):

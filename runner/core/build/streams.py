@@ -87,6 +87,9 @@ class StreamLoaders(LoaderFactory):
         source = self.data.open_validation()
         if source is None and self.run_data.evaluates_all:
             source = self.data
+        if source is not None and source.own_batches and config.validation_samples is not None:
+            problem = f"counts samples, and {source.name} has batches of its own"
+            raise ConfigError("data.validation_samples", problem, "leave it out")
         kind = NoValidation if source is None else StreamLoader
         source, size = source or self.data, self.batch_size
         source.dtype, source.sizes = self.data.dtype, self.data.sizes

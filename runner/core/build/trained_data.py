@@ -143,7 +143,8 @@ def find_trained_indices(
         options: dict[str, Any] = {key: _parse_setting(key, settings) for key in keys}
         before = replace(config.data, **options)
         if isinstance(data, UserDataset):
-            return split_samples(opening, len(data.dataset), before, data.name)[0]
+            samples, labels = len(data.dataset), data.stratified_by
+            return split_samples(opening, samples, before, data.name, labels)[0]
         if "path" in vars(before):
             opening = find_split_paths(before, opening).opening(opening)
         return open_data(before, resolve, opening).train

@@ -93,6 +93,14 @@ def stack_plain(samples: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     return columns[0], columns[1]
 
 
+def as_class_indices(target: Nest, sizes: Sizes, targets: str) -> Nest:
+    """Return integers or bools that are classes as int64; other targets, and `given`, unchanged."""
+    are_classes = targets != "given" and sizes.task in ("classification", "language_modelling")
+    if not are_classes or not isinstance(target, Tensor) or target.is_floating_point():
+        return target
+    return target.long()
+
+
 def main_leaf(inputs: Nest) -> Tensor:
     """Return the tensor that sizes are read from: `input_ids` if present, else the first."""
     leaves = dict(named_leaves(inputs))
@@ -125,6 +133,7 @@ def infer_sizes(
     sample: Sample,
     skip_bad: bool = False,
     samples: tuple[int, str] | None = None,
+    targets: str = "inferred",
 ) -> tuple[Sizes, tuple[Choice, ...]]:
     """Return the sizes of the data set, and a choice for each that had to be counted.
 
@@ -133,19 +142,39 @@ def infer_sizes(
     image, other floats are features, integers [length] are tokens; an integer target is a class,
     one shaped like the tokens the next tokens, a float one regression. `skip_bad` ignores bad
     samples. `samples`: the number of those to count in, and their name, of data without a length.
+    `targets`: those of `given` may be of any kind, integers of any shape are `classes`.
     """
     sizes = _declared_sizes(dataset, name)
     if "task" in sizes:
         return Sizes(**sizes), ()
+    try:
+        return _infer_sizes(dataset, name, sample, sizes, skip_bad, samples, targets == "classes")
+    except BadSample:
+        raise
+    except DataError:
+        if targets != "given":
+            raise
+        return Sizes("given"), ()
+
+
+def _infer_sizes(
+    dataset: Any,
+    name: str,
+    sample: Sample,
+    sizes: dict[str, Any],  # those that are declared
+    skip_bad: bool,
+    samples: tuple[int, str] | None,
+    are_classes: bool,
+) -> tuple[Sizes, tuple[Choice, ...]]:
     inputs, target = _first_usable(sample, len(dataset) if skip_bad else 1)
     x = main_leaf(inputs)
-    task = _infer_task(x, target, name)
+    task = _infer_task(x, target, name, are_classes)
     sizes = {**_input_sizes(x), **sizes, "task": task}
     counted_sizes = ["vocab"] * ("sequence" in sizes and "vocab" not in sizes)
     counted_sizes += ["classes"] * (task == "classification" and "classes" not in sizes)
     choices = list[Choice]()
     if counted_sizes:
-        options = counted_sizes, task, skip_bad, samples
+        options = counted_sizes, task, skip_bad, samples, target.shape
         largest, reason = _find_largest(dataset, name, sample, *options)
         for key, number in largest.items():
             sizes[key] = number + 1
@@ -194,17 +223,21 @@ def _input_sizes(x: Tensor) -> dict[str, Any]:
     return sizes
 
 
-def _infer_task(x: Tensor, target: Nest, name: str) -> str:
+def _infer_task(x: Tensor, target: Nest, name: str, are_classes: bool) -> str:
     if isinstance(target, Tensor) and not target.is_complex() and not x.is_complex():
         if target.is_floating_point():
             return "regression"
-        if target.ndim == 0 or target.shape == (1,):
+        if are_classes or target.ndim == 0 or target.shape == (1,):
             return "classification"
         if not x.is_floating_point() and target.shape == x.shape:
             return "language_modelling"
     kind = f"{target.dtype} {list(target.shape)}" if isinstance(target, Tensor) else "nested"
     problem = f"cannot infer the task from inputs {x.dtype} {list(x.shape)}, target {kind}"
-    fix = f"give {name} an attribute sizes = {{'task': …, 'classes': …}}, and set objective"
+    is_integer = isinstance(target, Tensor) and not (target.is_complex() or x.is_complex())
+    classes = "type objective=classification if they are classes, or " * is_integer
+    fix = f"{classes}give a loss of your own (loss_fn, or objective._target_), which interprets it"
+    if name != "data":  # of a class, which can have attributes
+        fix += f", or {name} an attribute sizes = {{'task': …, 'classes': …}}"
     raise DataError(f"data: sample 0: {problem}; {fix}")
 
 
@@ -216,12 +249,14 @@ def _find_largest(
     task: str,
     skip_bad: bool,
     samples: tuple[int, str] | None,
+    shape: Sequence[int],  # of a target
 ) -> tuple[dict[str, int], str]:
     """Return the largest label or token id by size name, and its source."""
     n, names = len(dataset) if samples is None else samples[0], " and ".join(counted_sizes)
     labels = np.asarray(getattr(dataset, "targets", ()))
-    if counted_sizes == ["classes"] and labels.shape == (n,) and labels.dtype.kind in "iu":
-        _check_label(int(labels.min()), int(labels.argmin()), name)
+    has_all = labels.shape in ((n,), (n, *shape))
+    if counted_sizes == ["classes"] and has_all and labels.dtype.kind in "iub":
+        _check_label(int(labels.min()), int(labels.argmin()) * n // labels.size, name)
         return {"classes": int(labels.max())}, f"from the largest of {name}.targets"
     sample_indices = np.unique(np.linspace(0, n - 1, min(n, MAX_SAMPLES)).astype(int)).tolist()
     largest = dict.fromkeys(counted_sizes, 1)
@@ -241,8 +276,8 @@ def _find_largest(
             ids = [main_leaf(inputs)] + [target] * (task == "language_modelling")
             largest["vocab"] = max(largest["vocab"], *(int(x.max()) for x in ids if x.numel()))
         if "classes" in counted_sizes:
-            _check_label(int(target), index, name)
-            largest["classes"] = max(largest["classes"], int(target))
+            _check_label(int(target.min()), index, name)
+            largest["classes"] = max(largest["classes"], int(target.max()))
     coverage = "all" if len(sample_indices) == n else f"{len(sample_indices):,} of"
     what = f"{coverage if samples is None else samples[1]} {n:,} samples"
     return largest, f"from the largest in {what}; attributes of {name} take precedence"

@@ -19,8 +19,8 @@ from runner.core.interfaces.batch import Batch, Column, RowNames, Sizes
 def class_labels(target: Any, sizes: Sizes) -> np.ndarray | None:
     """Return `target` as a vector if it has one class index per sample, else None."""
     target = np.asarray(target)
-    has_classes = sizes.task == "classification" and target.dtype.kind in "iu" and target.ndim == 1
-    return target if has_classes else None
+    has_classes = sizes.task == "classification" and target.dtype.kind in "iub" and target.ndim == 1
+    return target.astype(np.int64, copy=False) if has_classes else None
 
 
 def has_rare_class(counts: np.ndarray) -> bool:

@@ -142,6 +142,7 @@ class OpenOptions:
     split_rule: str | None = None  # the split of the run that is resumed
     folder: str = ""  # subfolder of data.path with the samples; "": all of it
     trains_on_all: bool = False  # all samples are trained on: validation is elsewhere
+    targets: str = "inferred"  # what they are; see `objectives.build.meaning_of_targets`
 
     def splits_samples(self, config: DataConfig) -> bool:
         """Whether the samples are split into training and validation."""

@@ -59,7 +59,8 @@ def _choose_rule(
     """Return the rule of the config, else of the resumed run, else one that fits the labels."""
     if config.split is not None:
         if config.split.name == "stratified" and labels is None:
-            raise ConfigError(KEY, "stratified needs classes, but there are none", "use random")
+            fix = "use random; your own data set: give it an attribute `targets`, the classes"
+            raise ConfigError(KEY, "stratified needs classes, but there are none", fix)
         return config.split.name, []
     if resumed is not None:
         return resumed, [Choice(KEY, resumed, "kept from the resumed run")]

@@ -59,7 +59,8 @@ class StreamDataset(UserDataset):
         sizes: Sizes | None = None,
         first: Any = None,  # already made
     ) -> None:
-        self.make, self.name, self.config = make, name, config
+        self.make, self.name, self.config, self.opening = make, name, config, opening
+        self.targets = opening.targets
         self.unread: Any = make() if first is None else first  # for the first pass
         self.dataset = data = self.unread
         self.is_loader = isinstance(data, DataLoader)
@@ -87,7 +88,11 @@ class StreamDataset(UserDataset):
                 described = data.dataset if self.is_loader else data
                 counted = MOST_COUNTED, f"the first {MOST_COUNTED:,} of"
                 sizes, self.choices = infer_sizes(
-                    described, name, lambda index: next(pairs) if index else first, samples=counted
+                    described,
+                    name,
+                    lambda index: next(pairs) if index else first,
+                    samples=counted,
+                    targets=opening.targets,
                 )
         self.sizes = sizes
 
@@ -184,7 +189,8 @@ class StreamDataset(UserDataset):
         if self.make_validation is None:
             return None
         name = self.config.validation_target or f"the validation split of {self.name}"
-        return StreamDataset(self.make_validation, name, self.config, sizes=self.sizes)
+        options = self.config, self.opening, self.sizes
+        return StreamDataset(self.make_validation, name, *options)
 
     def target_key(self) -> str | None:
         """Return the key of the target in the first sample or batch, if that is a dict."""
@@ -240,9 +246,8 @@ def adopt_data(
     validation: Any,
     config: DataConfig,
     opening: OpenOptions = DEFAULT_OPENING,
-    own_loss: bool = False,
 ) -> UserDataset:
-    """Return the adapter of data made by the caller; with `own_loss` targets may be of any kind."""
+    """Return the adapter of data made by the caller."""
     source = data.dataset if isinstance(data, DataLoader) else data
     name = f"{type(source).__module__}.{type(source).__qualname__}"
     if not is_stream(data):
@@ -252,12 +257,7 @@ def adopt_data(
         fix = "leave it out, or use create_training_pipeline(model, data, validation=…)"
         raise UsageError(f"Components.validation {problem}; {fix}")
     name = name if source is data else f"the DataLoader of {name}"
-    try:
-        stream = StreamDataset(lambda: data, name, config, opening)
-    except DataError:
-        if not own_loss:
-            raise
-        stream = StreamDataset(lambda: data, name, config, opening, Sizes("given"))
+    stream = StreamDataset(lambda: data, name, config, opening)
     if validation is not None:
         stream.make_validation = lambda: validation
     return stream

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import StackDataset, Subset
 
 from runner.core.data import collate as collation
-from runner.core.data.collate import Nest, as_pair, label_key
+from runner.core.data.collate import Nest, as_class_indices, as_pair, label_key
 from runner.core.data.dataset import Dataset, class_labels
 from runner.core.data.labels import check_id_range
 from runner.core.data.order import mix, sample_seeds
@@ -26,7 +26,7 @@ from runner.core.data.split import split_samples
 from runner.core.data.usable import lacks_resources
 from runner.core.errors import BadSample, ConfigError, DataError, RunnerError, error_text
 from runner.core.findings import Choice
-from runner.core.interfaces.batch import Batch
+from runner.core.interfaces.batch import Batch, Sizes
 from runner.core.interfaces.nested import named_leaves, tree_map
 from runner.core.preserved_state import preserve_random_state
 from runner.core.schemas.data import BadSamples, DataConfig
@@ -57,6 +57,8 @@ class UserDataset(Dataset):
     read_seconds = 0.0  # of the last call of the data set, without seeding
     dtypes: Set[torch.dtype] = frozenset()  # of the tensors in the sample read last
     collate: Callable[[list[Any]], Any] | None = None  # the data set's own `collate_fn`
+    targets = "inferred"  # what they are, as in `OpenOptions`
+    stratified_by: np.ndarray | None = None  # the class of each sample, if that splits them
 
     def __init__(
         self, dataset: Any, name: str, config: DataConfig, opening: OpenOptions = DEFAULT_OPENING
@@ -67,25 +69,64 @@ class UserDataset(Dataset):
                 fix = "define __len__ and __getitem__ (map-style), or __iter__ (a stream)"
                 raise ConfigError("data._target_", problem, fix)
         self.dataset, self.name = dataset, name
-        self.collate = find_collate(dataset)
+        self.collate, self.targets = find_collate(dataset), opening.targets
         self.generators = find_generators(dataset)
-        self.train, self.validation, choices = split_samples(opening, len(dataset), config, name)
+        inferred = tuple[Choice, ...]()
         if opening.fitted is None:
-            skip_bad = config.bad_samples is BadSamples.drop
-            self.sizes, inferred = collation.infer_sizes(
-                dataset, name, lambda index: self._time_samples([index])[0], skip_bad
-            )
-            choices = (*choices, *inferred)
+            self.sizes, inferred = self._infer_sizes(config, opening)
         else:
             self.sizes = opening.fitted.sizes
-        self.choices = choices
+        rule = config.split.name if config.split is not None else opening.split_rule
+        if rule == "stratified" and opening.splits_samples(config):
+            self.stratified_by = self._labels_to_split(config, opening)
+        split = split_samples(opening, len(dataset), config, name, self.stratified_by)
+        self.train, self.validation, choices = split
+        self.choices = (*choices, *inferred)
         with suppress(BadSample):  # it is raised when its batch is fetched
-            indices = list(range(1, min(TIMED_SAMPLES, len(dataset))))
+            first = self.part([0])[0]
+            indices = list(range(1, min(TIMED_SAMPLES, len(first))))
             while indices and self.sample_seconds is not None and self.sample_seconds < SLOW_S:
-                chunk_size = len(indices) if _fetches_batches(dataset) else 1
+                chunk_size = len(indices) if _fetches_batches(first) else 1
                 self._time_samples(indices[:chunk_size])
                 indices = indices[chunk_size:]
         self.generators = find_generators(dataset)  # some are made at the first sample
+
+    def _infer_sizes(
+        self, config: DataConfig, opening: OpenOptions
+    ) -> tuple[Sizes, tuple[Choice, ...]]:
+        self.labels_read = dict[int, int]()  # by sample
+
+        def read(index: int) -> tuple[Nest, Nest]:
+            inputs, target = self._time_samples([index])[0]
+            is_one = isinstance(target, torch.Tensor) and target.numel() == 1
+            if is_one and not (target.is_floating_point() or target.is_complex()):
+                self.labels_read[index] = int(target)
+            return inputs, target
+
+        skip_bad = config.bad_samples is BadSamples.drop
+        return collation.infer_sizes(
+            self.dataset, self.name, read, skip_bad, targets=opening.targets
+        )
+
+    def _labels_to_split(self, config: DataConfig, opening: OpenOptions) -> np.ndarray | None:
+        """Return the class of each sample: `targets`, or what was read to count the classes."""
+        labels = self.labels()
+        if labels is not None or self.sizes.task != "classification":
+            return labels
+        if opening.fitted is not None:
+            self._infer_sizes(config, opening)  # as in the run that was fitted
+        indices = range(len(self.dataset))
+        if len(self.labels_read) < len(indices):
+            return None
+        return np.array([self.labels_read[index] for index in indices])
+
+    def part(self, rows: Sequence[int]) -> tuple[Any, int]:
+        """Return the data set that has these samples, and the index of its first one."""
+        return self.dataset, 0
+
+    def collate_of(self, rows: Sequence[int]) -> Callable[[list[Any]], Any] | None:
+        """Return the `collate_fn` for these samples; None without one."""
+        return self.collate
 
     def match_dtype(self, model: torch.nn.Module) -> tuple[Choice, ...]:
         """Cast float64 samples to the dtype of the weights; for float64 weights cast all floats."""
@@ -117,11 +158,12 @@ class UserDataset(Dataset):
 
     def as_pairs(self, samples: list[Any], rows: Sequence[int]) -> list[tuple[Nest, Nest]]:
         """Return inputs and target of each sample, collated by itself if the data set collates."""
-        if self.collate is None:
+        collate = self.collate_of(rows)
+        if collate is None:
             return _as_pairs(samples, rows)
         pairs = []
         for sample, row in zip(samples, rows, strict=True):
-            inputs, target = self._collated(self.collate, [sample], [row])
+            inputs, target = self._collated(collate, [sample], [row])
             pairs.append((first_row(inputs), first_row(target)))
         return pairs
 
@@ -129,7 +171,8 @@ class UserDataset(Dataset):
         """Return the key of the target in the first sample, if that is a dict."""
         with self._restored_generators(), suppress(BadSample):
             samples = self._samples([0], sample_seeds(0, 0, np.array([0])).tolist())
-            return label_key(samples[0] if self.collate is None else self.collate(samples))
+            collate = self.collate_of([0])
+            return label_key(samples[0] if collate is None else collate(samples))
         return None
 
     def draws_itself(self) -> bool:
@@ -153,7 +196,8 @@ class UserDataset(Dataset):
     def _time_samples(self, indices: list[int]) -> list[tuple[Nest, Nest]]:
         with self._restored_generators():
             samples = self._samples(indices, sample_seeds(0, 0, np.array(indices)).tolist())
-        seconds = self.read_seconds / (len(indices) if _fetches_batches(self.dataset) else 1)
+        at_once = _fetches_batches(self.part(indices)[0])
+        seconds = self.read_seconds / (len(indices) if at_once else 1)
         # the minimum: the first sample warms up
         self.sample_seconds = min(seconds, self.sample_seconds or seconds)
         pairs = self.as_pairs(samples, indices)
@@ -170,8 +214,8 @@ class UserDataset(Dataset):
 
     def assemble(self, samples: list[Any], rows: Sequence[int]) -> Batch:
         """Return the batch of samples, which messages number as `rows`; see `fetch`."""
-        if self.collate is not None:
-            batch: Sequence[Nest] = self._collated(self.collate, samples, rows)
+        if (collate := self.collate_of(rows)) is not None:
+            batch: Sequence[Nest] = self._collated(collate, samples, rows)
         elif (plain := collation.stack_plain(samples)) is not None:
             batch = plain
         else:
@@ -179,7 +223,7 @@ class UserDataset(Dataset):
             parts = zip(zip(*pairs, strict=True), ("inputs", "target"), strict=True)
             batch = [collation.stack(column, rows, name) for column, name in parts]
         inputs, target = (tree_map(part, self._cast) for part in batch)
-        return self._checked(inputs, target, rows)
+        return self._checked(inputs, as_class_indices(target, self.sizes, self.targets), rows)
 
     def _collated(
         self, collate: Callable[[list[Any]], Any], samples: list[Any], rows: Sequence[int]
@@ -208,12 +252,13 @@ class UserDataset(Dataset):
 
     def _samples(self, indices: list[int], seeds: list[int]) -> list[Any]:
         """Read the samples by `__getitems__` where the data set has it, else one by one."""
-        if not _fetches_batches(self.dataset):
+        dataset, start_index = self.part(indices)
+        if not _fetches_batches(dataset):
             return self._read_each(indices, seeds)
         self._seed(seeds[0])
         start = time.perf_counter()
         try:
-            samples = self.dataset.__getitems__(indices)
+            samples = dataset.__getitems__([index - start_index for index in indices])
             self.read_seconds = time.perf_counter() - start
         except RunnerError:
             raise
@@ -264,7 +309,9 @@ def _fetches_batches(dataset: Any) -> bool:
 
 
 def find_collate(dataset: Any) -> Callable[[list[Any]], Any] | None:
-    """Return the `collate_fn` of a data set, a method or an attribute; None without one."""
+    """Return the `collate_fn` of a data set, also of torch's Subset of it; None without one."""
+    while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
+        dataset = dataset.dataset
     collate = getattr(dataset, "collate_fn", None)
     return collate if callable(collate) else None
 

@@ -153,6 +153,13 @@ def adapt_sizes(
     return regression_sizes, [Choice(TARGET_KEY, "float targets", reason)]
 
 
+def meaning_of_targets(config: ObjectiveConfig, own_loss: bool = False) -> str:
+    """Return `given` if a user's loss interprets the targets, `classes` if typed, or `inferred`."""
+    if own_loss or config._target_ is not None or config.kind == "model":
+        return "given"
+    return "classes" if config.kind == "classification" else "inferred"
+
+
 def elementwise_loss(config: ObjectiveConfig) -> str:
     """Return the name of an elementwise loss of torch.nn, or "" for any other loss."""
     module, _, name = (config._target_ or "").rpartition(".")

@@ -126,7 +126,7 @@ class DataConfig(Bounded, key="data"):
     arguments: dict[str, Any] = field(default_factory=dict)  # arguments for `_target_`
     validation: float = bounded(0.2, above=0, below=1)  # share of samples held out for validation
     validation_samples: int | None = bounded(None, min=1)  # most samples to validate on; null: all
-    # group, time: by split_by; null: stratified if samples have classes, else random
+    # group, time: by split_by; null: stratified for classes of built-in data, else random
     split: SplitRule | None = None
     folds: int | None = bounded(None, min=2)  # number of cross-validation folds; null: one split
     fold: int | None = bounded(None, min=0)  # held-out fold, 0 to folds - 1; required with folds

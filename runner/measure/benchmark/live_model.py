@@ -71,7 +71,7 @@ def benchmark_optimizations(
     UsageError, ConfigError, DataError, Interrupted.
     """
     exit_if_imported()
-    check_trainable(CALLER, model, loss_fn, optimizer, overrides)
+    check_trainable(CALLER, model, loss_fn, optimizer, overrides, data, validation)
     if isinstance(arms, str):
         raise UsageError(f"{CALLER}: arms must be a list, got one string: [{arms!r}]")
     named_techniques = _techniques_by_name(techniques)
@@ -81,9 +81,9 @@ def benchmark_optimizations(
     arm_overrides = [f"device={device_of(model).type}", "training.epochs=null", *overrides]
     built_arms = compose_arms(settings, arm_overrides, others=len(named_techniques))
     for arm in built_arms:
-        check_trainable(CALLER, model, loss_fn, optimizer, arm.overrides)
+        check_trainable(CALLER, model, loss_fn, optimizer, arm.overrides, data, validation)
     has_loss, plain_config = loss_fn is not None, built_arms[0].config
-    dataset = split_into_dataset(CALLER, data, validation, plain_config, has_loss)
+    dataset = split_into_dataset(CALLER, model, data, validation, plain_config, has_loss)
     built_arms = [  # no command line trains this model on these data
         replace(arm, command="", config=with_components(arm.config, model, data, rename=True))
         for arm in built_arms

@@ -16,11 +16,12 @@ from torch.utils.data import StackDataset, Subset
 from runner.core.data.loader import BatchLoader, _choose_workers
 from runner.core.data.open import open_data
 from runner.core.data.order import mix, sample_seeds
+from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions, Preprocessing
 from runner.core.data.usable import fetch_usable
 from runner.core.data.user_dataset import UserDataset, comparable, find_generators, get_states
 from runner.core.errors import ConfigError, DataError
 from runner.core.interfaces.batch import Sizes
-from runner.core.schemas.data import BadSamples, DataConfig, Digits
+from runner.core.schemas.data import BadSamples, DataConfig, Digits, SplitRule
 
 Load = Callable[..., BatchLoader]
 
@@ -341,3 +342,28 @@ def test_a_target_is_built_with_its_arguments() -> None:
     config = Digits(_target_="my_package.Made", arguments={"make": features, "samples": 10})
     source = open_data(config, lambda target, key: lambda make, samples: Made(make, samples))
     assert len(source.train) == 8
+
+
+def test_a_stratified_split_needs_labels_that_can_be_read_and_is_the_same_when_resumed() -> None:
+    config = DataConfig(kind="own", split=SplitRule.stratified)
+    labels = [0] * 40 + [1] * 10
+
+    def features_of(index: int) -> tuple[torch.Tensor, int]:
+        return torch.zeros(3), labels[index]
+
+    def split(config: DataConfig, opening: OpenOptions = DEFAULT_OPENING, **attributes: Any) -> Any:
+        dataset = Made(features_of, 50, **attributes)
+        return UserDataset(dataset, "my_package.Made", config, opening)
+
+    counted = split(config)
+    assert np.bincount(np.array(labels)[counted.validation]).tolist() == [8, 2]
+    declared = split(config, classes=2, targets=labels)
+    assert declared.validation.tolist() == counted.validation.tolist()
+    with pytest.raises(ConfigError, match="data.split: stratified needs .*attribute `targets`"):
+        split(config, classes=2)  # so that no sample is read
+    fitted = Preprocessing.of(config, counted)
+    for resumed in (config, DataConfig(kind="own")):
+        opening = OpenOptions(fitted=fitted, split_rule=fitted.split)
+        assert split(resumed, opening).validation.tolist() == counted.validation.tolist()
+    by_default = split(DataConfig(kind="own")).validation  # random
+    assert by_default.tolist() != counted.validation.tolist()
