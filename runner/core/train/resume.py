@@ -47,8 +47,11 @@ FITTED_KEYS = {
     "data.task": "auto",
 }
 LENGTH_KEYS = ("training.epochs", "training.steps")
-LOSS_KEYS = ("kind", "_target_", "loss", "gamma", "delta", "label_smoothing", "ignore_index")
-"""Keys of `objective` that determine the value of the loss."""
+LOSS_KEYS = (
+    *("objective.kind", "objective._target_", "objective.arguments.", "objective.loss"),
+    *("objective.gamma", "objective.delta", "objective.label_smoothing", "objective.ignore_index"),
+)
+"""Keys that determine the value of the loss, or how they begin."""
 RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
@@ -92,10 +95,10 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         if run.bad_samples is not None:
             run.bad_samples.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
-        before, after = state["settings"], comparable_settings(run.settings)
-        changed = [(k, before[k]) for k in after if before.get(k, after[k]) != after[k]]
-        run.changed_keys = [f"{key}={after[key]} (was {was})" for key, was in changed[:8]]
-        log.warning("the config differs from %s: %s", restored.path, ", ".join(run.changed_keys))
+        from runner.core.train.changed_settings import describe_changes
+
+        text, run.changed_keys = describe_changes(state["settings"], run.settings)
+        log.warning("the config differs from %s: %s", restored.path, text)
     if trains:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
@@ -154,9 +157,11 @@ def _describe_difference(
     elif before.mode != now.mode:
         texts.append(f"the {before.mode} of {before.metric}, not the {now.mode}")
     elif now.metric.startswith("val/loss"):
-        keys = [f"objective.{key}" for key in LOSS_KEYS]
-        changed = [k for k in keys if settings.get(k, after.get(k)) != after.get(k)]
-        texts += [f"of another loss ({k}={settings[k]})" for k in changed[:1]]
+        from runner.core.train.changed_settings import changed_settings
+
+        changed = changed_settings(settings, after)
+        keys = [k for k in changed if k.startswith(LOSS_KEYS)]
+        texts += [f"of another loss ({k}={changed[k][0]})" for k in keys[:1]]
     if before.validation != now.validation:
         texts.append("of other validation samples")
     return ", ".join(texts)
@@ -347,10 +352,11 @@ def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, A
     """Raise CheckpointError if a checkpoint without preprocessing is used with other data."""
     if restored is None:
         return
-    before, now = restored.state["settings"], comparable_settings(settings)
+    from runner.core.train.changed_settings import changed_settings
+
+    changed = changed_settings(restored.state["settings"], comparable_settings(settings))
     loading_keys = {f"data.{key}" for key in (*LOADING_KEYS, "drop_last", "shuffle")}
-    keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading_keys
-    differing_keys = [key for key in keys if before[key] != now[key]]
+    differing_keys = {key for key in changed if key.startswith("data.")} - loading_keys
     if differing_keys or settings["job.kind"] == "predict":
         difference = f", and {min(differing_keys)} differs" if differing_keys else ""
         problem = f"{restored.path}: does not contain preprocessing{difference}"

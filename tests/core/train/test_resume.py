@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import shutil
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,11 @@ from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
+from runner.core.schemas import data, models
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.security.paths import distrust_resumed_folder
 from runner.core.train import run_state
+from runner.core.train.changed_settings import FREE_MAPPINGS, changed_settings, describe_changes
 from tests import runs
 from tests.faults.end_state import end_state, run_files
 from tests.runs import AtSteps, command, interrupt, opened, rows
@@ -231,6 +236,47 @@ def test_a_longer_schedule_that_raises_the_learning_rate_says_so(
         last = 0.01 * (0.5 * (1 + math.cos(math.pi * 0.9)) if schedule == "cosine" else 0.1)
         assert f"goes from {last:.3g} back to {raised:.3g}" in said[0]
         assert f"schedule=constant optimizer.lr={last:.3g}" in said[0]
+
+
+def test_a_resumed_run_names_each_key_of_the_user_that_was_added_changed_or_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    typed = [*CANCER, "training.steps=2"]
+    before, after = "optimizer.options={eps: 1e-7}", "optimizer.options={betas: [0.5,0.9]}"
+    runs.trained(*typed, before, folder=tmp_path)
+    runs.trained(*typed, after, "training.steps=3", "checkpoint.resume=auto", folder=tmp_path)
+    changed = ["training.steps=3 (was 2)", "optimizer.options.betas=[0.5, 0.9] (was not set)",
+               "optimizer.options.eps=not set (was 1e-07)"]  # fmt: skip
+    line = next(text for text in caplog.messages if "the config differs from" in text)
+    sessions = json.loads((tmp_path / "provenance.json").read_text())["sessions"]
+    assert sorted(sessions[-1]["changed_keys"]) == sorted(changed)
+    assert all(text in line for text in changed)
+    runs.trained(*typed, "training.steps=4", "checkpoint.resume=auto", folder=tmp_path)
+    assert "optimizer.options.betas=not set (was [0.5, 0.9])" in caplog.text
+
+
+def test_keys_that_another_version_or_option_has_are_not_changed_ones() -> None:
+    before = {"data.arguments": "{}", "optimizer.lr": "0.1", "training.gone": "1", "seed": "0"}
+    after = {"data.arguments.n": 3, "optimizer.lr": 0.1, "training.new": None, "seed": 1}
+    assert changed_settings(before, after) == {"data.arguments.n": ("not set", "3"),
+                                               "seed": ("0", "1")}  # fmt: skip
+    assert describe_changes({}, {"training.new": 1}) == ("keys that its version did not have", [])
+    many = {f"optimizer.options.{n}": n for n in range(10)}
+    text, texts = describe_changes({}, many)
+    assert text.endswith("(was not set), and 2 more") and len(texts) == 10
+
+
+def test_the_mappings_of_the_users_keys_are_those_of_the_schemas() -> None:
+    groups = {"data": data.OPTIONS.values(), "model": models.OPTIONS.values(),
+              "objective": [models.ObjectiveConfig], "optimizer": [OptimizerConfig]}  # fmt: skip
+    free = {
+        f"{group}.{each.name}"
+        for group, configs in groups.items()
+        for config in configs
+        for each in fields(config)
+        if str(each.type).startswith("dict[")
+    }
+    assert free == {*FREE_MAPPINGS}
 
 
 @pytest.mark.parametrize("older", [True, False])
