@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from runner.core.errors import CheckpointError, ConfigError, SecurityError
 from runner.core.execution.evaluation import evaluate
 from runner.core.findings import Choice
 from runner.core.interfaces.run import BestCriterion, Progress, Run
+from runner.core.optim.loaded_buffers import load_buffers
 from runner.core.record.text import shorten
 from runner.core.schemas.data import LOADING_KEYS
 from runner.core.train.run_state import (
@@ -30,8 +32,8 @@ from runner.core.train.run_state import (
     first_bad_step,
     named_hooks,
     note_unplanned,
+    own_generators,
     restart_best,
-    restore_random_state,
     steps_to_replay,
     weights,
 )
@@ -128,7 +130,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
         # last, since restoring the rest may draw random numbers
-        restore_random_state(state["random"])
+        restore_random_state(state["random"], run)
     return f"{restored.path}{links}"
 
 
@@ -206,6 +208,17 @@ def inherit_best(run: Run) -> None:
         problem = run.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
+
+
+def restore_random_state(state: Mapping[str, Any], run: Run) -> None:
+    """Restore the states of the global random generators, and of the model's and objective's."""
+    for name, generator in own_generators(run).items():
+        if name in state.get("own", {}):
+            generator.set_state(state["own"][name])
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
 
 
 def load_progress(run: Run, progress: Mapping[str, Any]) -> None:
@@ -366,7 +379,7 @@ def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, A
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
     """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
     try:
-        run.update.buffers.load(update.get("buffers", {}), model)
+        load_buffers(run.update.buffers, update.get("buffers", {}), model)
         if run.shards is None:
             run.model.load_state_dict(model)
         else:

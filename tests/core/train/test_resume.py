@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from runner import train
+from runner import build, create_training_pipeline, train
 from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
+from runner.core.objectives.custom import CustomObjective
 from runner.core.schemas import data, models
 from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.security.paths import distrust_resumed_folder
 from runner.core.train import run_state
 from runner.core.train.changed_settings import FREE_MAPPINGS, changed_settings, describe_changes
+from tests import my_package as package
 from tests import runs
 from tests.faults.end_state import end_state, run_files
 from tests.runs import AtSteps, command, interrupt, opened, rows
@@ -277,6 +279,86 @@ def test_the_mappings_of_the_users_keys_are_those_of_the_schemas() -> None:
         if str(each.type).startswith("dict[")
     }
     assert free == {*FREE_MAPPINGS}
+
+
+class Noisy(torch.nn.Module):
+    """Adds noise of a generator of its own; fails once, in a forward, if asked to."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.layer, self.noise = torch.nn.Linear(4, 2), torch.Generator().manual_seed(3)
+        self.fails_at, self.forwards = fails_at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            x = x + torch.rand(x.shape, generator=self.noise)
+            self.forwards += 1
+            if self.forwards == self.fails_at:
+                raise KeyError("planted")
+        return self.layer(x)
+
+
+class FailingLoss(package.Centred):
+    """Fails once, after its average has moved."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.fails_at, self.steps = fails_at, 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(output, target)
+        self.steps += output.requires_grad
+        if output.requires_grad and self.steps == self.fails_at:
+            raise KeyError("planted")
+        return loss
+
+
+@pytest.mark.parametrize("failing", ["model", "loss"])
+def test_generators_of_modules_and_buffers_of_a_loss_continue_after_a_resume(
+    tmp_path: Path, failing: str
+) -> None:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    table = x, (x[:, 0] > 0).long()
+
+    def run_to(folder: Path, fails_at: int, *more: str) -> Any:
+        torch.manual_seed(0)
+        model = Noisy(fails_at if failing == "model" else 0)
+        loss = FailingLoss(fails_at if failing == "loss" else 0)
+        typed = [*runs.QUICK, "training.steps=12", "training.batch_size=16", "checkpoint.every=5",
+                 *more]  # fmt: skip
+        with create_training_pipeline(
+            model, table, validation=table, loss_fn=loss, overrides=typed, folder=folder,
+            level="none",
+        ) as made:  # fmt: skip
+            made.train()
+        return [*model.state_dict().values(), loss.average, model.noise.get_state(),
+                loss.noise.get_state()]  # fmt: skip
+
+    whole = run_to(tmp_path / "whole", 0)
+    with pytest.raises(KeyError):
+        run_to(tmp_path / "failed", 8)
+    again = run_to(tmp_path / "failed", 0, "checkpoint.resume=auto")
+    assert all(map(torch.equal, whole, again))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_buffers_of_a_loss_continue_after_a_resume(
+    tmp_path: Path, given: bool, my_package: None
+) -> None:
+    typed = [*runs.OURS, *CANCER, "optimization=none", "checkpoint.resume=auto"]
+    typed += [] if given else ["objective._target_=my_package.Centred"]
+
+    def run_to(steps: int, folder: Path) -> list[torch.Tensor]:
+        parts = Components(objective=CustomObjective(package.Centred(), "") if given else None)
+        with build(runs.config(*typed, f"training.steps={steps}"), folder, components=parts) as run:
+            train(run)
+            objective: Any = run.objective
+            return [*run.model.state_dict().values(), objective.loss.average]
+
+    typed += ["schedule=constant"]
+    whole = run_to(9, tmp_path / "whole")
+    run_to(4, tmp_path / "run")
+    assert all(map(torch.equal, whole, run_to(9, tmp_path / "run")))
 
 
 @pytest.mark.parametrize("older", [True, False])
