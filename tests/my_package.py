@@ -409,6 +409,24 @@ class NamedLoss(nn.Module):
         return self.scale * nn.functional.cross_entropy(output, target)
 
 
+class Centred(torch.nn.Module):
+    """A loss of outputs less their average so far, with noise of a generator of its own."""
+
+    average: Tensor
+
+    def __init__(self, classes: int = 2, start: float = 0.0) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.full((classes,), start))
+        self.register_buffer("weight", torch.ones(classes))
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        if output.requires_grad:
+            noise = torch.rand(self.average.shape, generator=self.noise)
+            self.average.lerp_(output.detach().mean(0) + noise, 0.1)
+        return torch.nn.functional.cross_entropy(output - self.average, target, self.weight)
+
+
 class Counted(IterableDataset):
     """A stream of two classes whose samples are numbered, sharded over workers as in torch.
 

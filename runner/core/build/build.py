@@ -511,6 +511,7 @@ def make_optimizer_step(
         ema_warmup=config.optimizer.ema_warmup,
         shards=shards,
         shortcuts=shortcuts,
+        objective=builder.objective,
     )
     if user_optimizer is not None:
         sync_state(update, options, setup.scope)

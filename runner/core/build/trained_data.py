@@ -123,11 +123,12 @@ def find_trained_indices(
     """
     from runner.core.data.split import split_samples
     from runner.core.data.user_dataset import UserDataset
+    from runner.core.train.changed_settings import changed_settings
 
     changed_keys = {
         key.removeprefix("data.")
-        for key in settings.keys() & now.keys()
-        if key.startswith("data.") and settings[key] != str(now[key])
+        for key in changed_settings(settings, now)
+        if key.startswith("data.")
     } - {*LOADING_KEYS, "path", "shuffle", "drop_last", "sampler"}
     is_generated = config.data.kind == "synthetic" and "split_seed" in changed_keys
     if is_generated or not changed_keys <= {*SPLIT_KEYS, *PATH_KEYS}:

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from itertools import count, islice
 from operator import itemgetter
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from runner.core.data.collate import Nest, infer_sizes, label_key
 from runner.core.data.preprocessing import DEFAULT_OPENING, OpenOptions
-from runner.core.data.user_dataset import UserDataset, find_collate, get_states
+from runner.core.data.user_dataset import UserDataset, comparable, find_collate, get_states
 from runner.core.errors import ConfigError, DataError, RunnerError, UsageError, error_text
 from runner.core.interfaces.batch import Batch, Sizes, batch_size_of
 from runner.core.interfaces.nested import tensors, tree_map
@@ -25,6 +26,7 @@ from runner.core.security.registry import construct
 
 VALIDATION_KEY = "data.validation_target"
 MOST_COUNTED = 1000  # samples in which classes and token ids are counted
+STATE_METHODS = ("state_dict", "load_state_dict")
 TRAIN, VALIDATION = {"split": "train"}, {"split": "validation"}
 Resolve = Callable[[str, str], Any]
 
@@ -36,6 +38,11 @@ def is_stream(data: Any) -> bool:
     if hasattr(type(data), "__len__") and hasattr(type(data), "__getitem__"):
         return getattr(data, "batch_sampler", None) is not None
     return hasattr(type(data), "__iter__")
+
+
+def has_state(stream: Any) -> bool:
+    """Whether the stream, or its iterator, saves and loads a position."""
+    return all(callable(getattr(stream, name, None)) for name in STATE_METHODS)
 
 
 class StreamDataset(UserDataset):
@@ -58,11 +65,12 @@ class StreamDataset(UserDataset):
         opening: OpenOptions = DEFAULT_OPENING,
         sizes: Sizes | None = None,
         first: Any = None,  # already made
+        given: bool = False,  # `make` returns the caller's own object each time
     ) -> None:
         self.make, self.name, self.config, self.opening = make, name, config, opening
         self.targets = opening.targets
-        self.unread: Any = make() if first is None else first  # for the first pass
-        self.dataset = data = self.unread
+        self.dataset = data = make() if first is None else first
+        self.given, self.unread = given, None if given else data  # for the first pass
         self.is_loader = isinstance(data, DataLoader)
         self.sampler = None if self.is_loader else getattr(data, "batch_sampler", None)
         self.own_batches = self.is_loader or self.sampler is not None
@@ -72,12 +80,13 @@ class StreamDataset(UserDataset):
         own = getattr(data, "generator", None) if self.is_loader else None
         self.generators = [] if own is None else [own]  # restored after a look at the data
         self.start_states = get_states(self.generators)  # of each pass over a validation set
-        self.first_items = list[Any]()
+        self.first_items, self.first_count = list[Any](), 0  # read, and asked for
         self.train = self.validation = np.arange(1)
         if self.own_batches:
             with suppress(TypeError):
                 self.length = len(data if self.is_loader else self.index_batches())
         self._refuse_keys()
+        self.start_state = self._find_start() if given and not self.own_batches else None
         if sizes is None and opening.fitted is not None:
             sizes = opening.fitted.sizes
         pairs = self._pairs()
@@ -105,21 +114,51 @@ class StreamDataset(UserDataset):
             problem = f"needs samples with an index, and {self.name} is read in order"
             raise ConfigError(key, problem, "leave it out")
 
+    def _find_start(self) -> Any:
+        """Return the state at the start of a stream that continues when it is opened again.
+
+        None for one that starts over by itself, or has no state.
+        """
+        if not has_state(stream := self.dataset):
+            return None
+        with self._restored_generators(), suppress(Exception):  # raised when it is read
+            start, after = deepcopy(stream.state_dict()), list[Any]()
+            for _ in range(2):
+                next(self.iterate(stream), None)
+                after.append(comparable(deepcopy(stream.state_dict())))
+            return start if after[0] != after[1] else None
+        return None
+
+    def open(self) -> Any:
+        """Return the stream at its start."""
+        stream = self.make()
+        if self.start_state is not None:
+            stream.load_state_dict(deepcopy(self.start_state))
+        return stream
+
     def _pairs(self) -> Iterator[tuple[Nest, Nest]]:
         """Yield inputs and target of the samples; after the end the last ones again."""
         pair = None
-        items, end = self.iterate(self.make()), object()
-        for number in count():
-            with self.errors_of(f"{self.unit} {number}"):
-                item = next(items, end)
-            if item is end:
-                break
+        for number, item in enumerate(self._first_items()):
             sample = self._load(item)[0]
             pair = self.as_pairs([sample], [number])[0]
             yield pair
         while pair is not None:
             yield pair
-        raise DataError(f"data: {self.name} has no samples")
+
+    def _first_items(self) -> Iterator[Any]:
+        """Yield the items from the start, of another opening; DataError if there are none."""
+        with self.errors_of("opening it"):
+            items, end = self.iterate(self.open()), object()
+        for number in count():
+            with self.errors_of(f"{self.unit} {number}"):
+                item = next(items, end)
+            if item is not end:
+                yield item
+            elif number:
+                return
+            else:
+                raise DataError(f"data: {self.name} has no samples")
 
     def iterate(self, stream: Any) -> Iterator[Any]:
         """Return the iterator over the items of an open stream."""
@@ -168,9 +207,10 @@ class StreamDataset(UserDataset):
         """Return a batch of the first samples, as many as there are indices if it has so many."""
         count = 1 if self.own_batches else len(indices)
         with self._restored_generators():
-            if len(self.first_items) < count:
+            if self.first_count < count:
                 self._seed(0)
-                self.first_items = [*islice(self.iterate(self.make()), count)]
+                self.first_count = count
+                self.first_items = [*islice(self._first_items(), count)]
             batch = self.assemble_items(self.first_items[:count], 0)
         rows = slice(len(indices)) if self.own_batches else slice(None)
         inputs, target = (tree_map(part, lambda tensor: tensor[rows]) for part in batch)
@@ -189,13 +229,13 @@ class StreamDataset(UserDataset):
         if self.make_validation is None:
             return None
         name = self.config.validation_target or f"the validation split of {self.name}"
-        options = self.config, self.opening, self.sizes
-        return StreamDataset(self.make_validation, name, *options)
+        make, given, options = self.make_validation, self.given, (self.config, self.opening)
+        return StreamDataset(make, name, *options, self.sizes, given=given)
 
     def target_key(self) -> str | None:
         """Return the key of the target in the first sample or batch, if that is a dict."""
         with self._restored_generators():
-            sample = self._load(next(self.iterate(self.make())))[0]
+            sample = self._load(next(self.iterate(self.open())))[0]
             return label_key(sample if self.collate is None else self.collate([sample]))
 
     def draws_itself(self) -> bool:
@@ -250,6 +290,9 @@ def adopt_data(
     """Return the adapter of data made by the caller."""
     source = data.dataset if isinstance(data, DataLoader) else data
     name = f"{type(source).__module__}.{type(source).__qualname__}"
+    if validation is data and has_state(data):  # two readers would move its one position
+        problem = "Components.validation must be another object than data, a stream with a state"
+        raise UsageError(f"{problem}; make a second one")
     if not is_stream(data):
         if validation is None:
             return UserDataset(data, name, config, opening)
@@ -257,7 +300,7 @@ def adopt_data(
         fix = "leave it out, or use create_training_pipeline(model, data, validation=…)"
         raise UsageError(f"Components.validation {problem}; {fix}")
     name = name if source is data else f"the DataLoader of {name}"
-    stream = StreamDataset(lambda: data, name, config, opening)
+    stream = StreamDataset(lambda: data, name, config, opening, given=True)
     if validation is not None:
         stream.make_validation = lambda: validation
     return stream

@@ -17,7 +17,7 @@ import torch.utils.data._utils.worker as torch_worker
 
 from runner.core.data.loader import BatchLoader
 from runner.core.data.order import BatchSampler, Segment, mix
-from runner.core.data.stream import VALIDATION_KEY, StreamDataset
+from runner.core.data.stream import VALIDATION_KEY, StreamDataset, has_state
 from runner.core.data.user_dataset import SEED_MASK, set_states
 from runner.core.errors import CheckpointError, ConfigError, DataError, RunnerError
 from runner.core.interfaces.batch import Batch, batch_size_of
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 
 SKIP_TIMEOUT_S = 86_400.0  # for a worker that skips what was read before
-STATE_METHODS = ("state_dict", "load_state_dict")
 _END = object()
 _BATCH, _PASS = 17, 18  # stream numbers of seeds, beside those of `runner.core.data.order`
 
@@ -43,6 +42,12 @@ class Position(NamedTuple):
     passes: int = 0  # that are over
     items: int = 0  # taken in the current pass
     state: Any = None  # of the stream there, as plain data; None: it has none
+    pass_items: int = 0  # in the last pass that is over
+
+    @property
+    def passes_read(self) -> int:
+        """The passes read to their end, which shows only when the next item is asked for."""
+        return self.passes + (0 < self.pass_items == self.items)
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class Reader:
         if self.items is None or not self.is_whole:
             return self.at
         state = self.generator_state
-        if _has_state(self.holder):
+        if has_state(self.holder):
             with self.data.errors_of("state_dict"):
                 state = self.holder.state_dict()
         try:
@@ -143,7 +148,7 @@ class Reader:
 
     def _take(self) -> list[Any]:
         at, items, self.is_whole = self.at, list[Any](), False
-        passes, taken = at.passes, at.items
+        passes, taken, pass_items = at.passes, at.items, at.pass_items
         wanted = self.size if self.most is None else min(self.size, self.most - taken)
         self._seed(_BATCH, at.batches)
         while len(items) < wanted:
@@ -159,9 +164,10 @@ class Reader:
             if self.data.length is None:  # else it is expected
                 text += f"{self._of_shard()} and starts over: pass {passes + 2}"
                 self.notes.append(("ended", text))
-            passes, taken = passes + 1, 0
+            passes, taken, pass_items = passes + 1, 0, taken
             self._begin_pass(passes)
-        self.at, self.is_whole = Position(at.batches + 1, passes, taken), True
+        self.at = Position(at.batches + 1, passes, taken, pass_items=pass_items)
+        self.is_whole = True
         return items
 
     def _open(self) -> int:
@@ -185,7 +191,7 @@ class Reader:
         stream, data.unread = data.unread, None
         with data.errors_of("opening it"):
             if stream is None or number or state is not None:
-                stream = data.make()
+                stream = data.open() if self.items is None else data.make()
             if self.repeats and callable(getattr(stream, "set_epoch", None)):
                 stream.set_epoch(number)
             self._seed(_PASS, number)
@@ -194,10 +200,10 @@ class Reader:
             self.holder = None if data.own_batches else stream
             if data.own_batches:
                 self.generator_state = _generator_state(stream, state)
-            elif state is not None and _has_state(self.holder):
+            elif state is not None and has_state(self.holder):
                 self.holder.load_state_dict(state)
             items = data.iterate(stream)
-            if not data.own_batches and _has_state(items):
+            if not data.own_batches and has_state(items):
                 self.holder = items
                 if state is not None:
                     self.holder.load_state_dict(state)
@@ -261,10 +267,6 @@ def _generator_state(loader: Any, state: Any) -> Any:
     if state is not None:
         generator.set_state(state)
     return generator.get_state()
-
-
-def _has_state(holder: Any) -> bool:
-    return all(callable(getattr(holder, name, None)) for name in STATE_METHODS)
 
 
 @dataclass(eq=False)
@@ -347,6 +349,8 @@ class StreamLoader(BatchLoader):
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield batches from step `start`: endlessly with `repeat`, else to the stream's end."""
+        if self.repeat:  # before it is open, as a second opening moves a caller's stream
+            self.fetch_on_cpu()
         self.passes_begun += not self.repeat
         keys = ((self.passes_begun, number) for number in count(start))
         if self.pool is None:
@@ -380,10 +384,13 @@ class StreamLoader(BatchLoader):
         return False
 
     def epochs_before(self, step: int) -> float:
-        """Return the passes that every reader has ended, or by a length those until `step`."""
+        """Return the passes that every reader has ended, or by a length those until `step`.
+
+        A first pass counts once the second has begun, as its end is not known before.
+        """
         if self.fetch.source.length is not None:
             return step / self.steps_per_epoch
-        return float(min((at.passes for at in self.fetch.positions.values()), default=0))
+        return float(min((at.passes_read for at in self.fetch.positions.values()), default=0))
 
     def at(self, step: int) -> Batch:
         """Return the current batch, also for those to come, or the first; DataError for others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any, final
 
@@ -18,6 +18,7 @@ MAX_COPIED_BYTES = 2**28
 LARGEST = torch.finfo(torch.float32).max
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by their bytes."""
+OBJECTIVE = "objective:"  # begins the names of an objective's modules
 Slot = tuple[dict[str, Tensor | None], str]
 
 
@@ -29,19 +30,21 @@ class BufferSnapshot:
     one. Such changes are noticed by identity, which costs 30 ns per buffer.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, frozen: bool = True) -> None:
-        """`frozen` covers also frozen parameters, some of which a forward moves."""
-        self.device, self.model = device, model
+    def __init__(
+        self, model: nn.Module, device: torch.device, frozen: bool = True, objective: object = None
+    ) -> None:
+        """`frozen` covers also frozen parameters, which a forward may move."""
+        self.device, self.model, self.objective = device, model, objective
         self.frozen = FrozenParameters(model if frozen else None)
         self.initial = {
             name: (buffer.shape, None if persistent else buffer.detach().clone())
-            for name, buffer, persistent in _named_buffers(model)
+            for name, buffer, persistent in self._named_buffers()
             if buffer is not None
         }
         # a scripted module returns a view, not a dict; its buffers are not replaced
         self.buffer_dicts = [
             dict(m._buffers.items()) if isinstance(m, torch.jit.ScriptModule) else m._buffers
-            for m in model.modules()
+            for _, m in named_modules(model, objective)
         ]
         self._save_all()
 
@@ -89,6 +92,15 @@ class BufferSnapshot:
                     torch._foreach_copy_(buffers, saved)
                 else:
                     restore_where(skipped, buffers, saved, lists=skipped.device.type != "cpu")
+
+    def _named_buffers(self) -> Iterator[tuple[str, Tensor | None, bool]]:
+        """Yield name, tensor and whether the model's state has it, of all but scripted ones."""
+        for path, module in named_modules(self.model, self.objective):
+            in_model = not path.startswith(OBJECTIVE)
+            if not isinstance(module, torch.jit.ScriptModule):
+                for name, buffer in module._buffers.items():
+                    saved = in_model and name not in module._non_persistent_buffers_set
+                    yield f"{path}.{name}" if path else name, buffer, saved
 
     def statistics(self) -> list[Tensor]:
         """Return the current statistics of those that were finite at first."""
@@ -154,35 +166,18 @@ class BufferSnapshot:
     def changed(self) -> dict[str, Any]:
         """Return new shapes, new and dropped buffers, and non-persistent values: for a state."""
         changed: dict[str, Any] = {}
-        now = {n: (b, persistent) for n, b, persistent in _named_buffers(self.model)}
+        now = {n: (b, persistent) for n, b, persistent in self._named_buffers()}
         for name in self.initial.keys() | now.keys():
             shape, value = self.initial.get(name, (None, None))
             buffer, persistent = now.get(name, (None, True))
             new_shape = None if buffer is None else buffer.shape
             entry = {"was": _as_list(shape), "shape": _as_list(new_shape)}
             if buffer is not None and not persistent:
-                if value is None or shape != new_shape or not _same_values(value, buffer):
+                if value is None or shape != new_shape or not same_values(value, buffer):
                     changed[name] = {**entry, "value": buffer}
             elif shape != new_shape:
                 changed[name] = {**entry, "value": None}
         return changed
-
-    def load(self, changed: dict[str, Any], model: dict[str, Any]) -> None:
-        """Prepare the buffers for loading a state_dict `model` that was saved with `changed`."""
-        for name, entry in changed.items():
-            path, _, key = name.rpartition(".")
-            buffers = self.model.get_submodule(path)._buffers
-            current = buffers.get(key)
-            if _as_list(None if current is None else current.shape) != entry["was"]:
-                continue  # of another model: loading reports it
-            value = model.get(name) if entry["value"] is None else entry["value"]
-            if value is None or entry["shape"] is None:
-                buffers[key] = None
-                continue
-            device = self.device if current is None else current.device
-            buffers[key] = value.to(device, copy=True)
-            if entry["value"] is not None:
-                self.model.get_submodule(path)._non_persistent_buffers_set.add(key)
 
     def _reassign_saved(self) -> None:
         """Replace buffers that changed by copies of the saved ones, and delete new ones."""
@@ -282,25 +277,26 @@ class FrozenParameters:
         return tensors
 
 
-def _named_buffers(model: nn.Module) -> list[tuple[str, Tensor | None, bool]]:
-    """Return name, tensor and whether it is persistent, of all buffers but scripted ones."""
-    return [
-        (f"{path}.{name}" if path else name, buffer, name not in module._non_persistent_buffers_set)
-        for path, module in model.named_modules()
-        if not isinstance(module, torch.jit.ScriptModule)
-        for name, buffer in module._buffers.items()
-    ]
+def named_modules(model: nn.Module, objective: object) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model, and others that an objective is or keeps, once and by name."""
+    seen = set[nn.Module]()
+    yield from model.named_modules(seen)
+    own = getattr(objective, "__dict__", {})
+    parts = {"": objective} if isinstance(objective, nn.Module) else own
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            yield from part.named_modules(seen, f"{OBJECTIVE}{name}")
 
 
 def _as_list(shape: torch.Size | None) -> list[int] | None:
     return None if shape is None else [*shape]
 
 
-def _same_values(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether all bits are equal, so that NaN equals itself. Host sync."""
     if a.dtype != b.dtype or a.layout is not torch.strided:
         return False
-    pair = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
+    pair = [x.detach().to(b.device).contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return torch.equal(*pair)  # host sync: where a checkpoint is saved
 
 

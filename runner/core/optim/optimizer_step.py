@@ -62,6 +62,7 @@ class OptimizerStep:
         ema_warmup: bool | None = None,  # None: as in the loaded state; on without one
         shards: ShardsProtocol | None = None,  # this process's shard of every weight
         shortcuts: bool = True,  # whether an update may be skipped or reverted on the device
+        objective: object = None,  # whose modules' buffers are saved and restored with the model's
     ) -> None:
         self.optimizer, self.shards = optimizer, shards
         self.groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
@@ -107,7 +108,7 @@ class OptimizerStep:
         self.ema_updates = torch.zeros((), dtype=torch.int64, device=self.device)  # with warm-up
         self.has_modes = all(callable(getattr(optimizer, n, None)) for n in ("train", "eval"))
         self.training_weights: list[Tensor] = []  # in the optimizer's evaluation mode
-        self.buffers = BufferSnapshot(model, self.device, frozen=shards is None)
+        self.buffers = BufferSnapshot(model, self.device, shards is None, objective)
         self.zero = torch.zeros((), dtype=torch.float32, device=self.device)
         self.one = torch.ones((), dtype=torch.float32, device=self.device)
         # of the loss and of the norm

@@ -27,6 +27,7 @@ from runner.core.interfaces.nested import describe
 from runner.core.interfaces.run import Run
 from runner.core.interfaces.technique import NotNeeded, RunBuilder
 from runner.core.record.text import summarize_error
+from runner.core.train.changed_settings import changed_settings
 from runner.core.train.evidence import collect_evidence, technique_statuses
 from runner.core.train.run_state import save
 
@@ -76,10 +77,10 @@ def name_changed_keys(
 ) -> CheckpointError:
     """Return the error of a state that does not fit, with the keys that have other values now."""
     changed = [
-        f"{key}={before[key]}, not {value}"
+        f"{key}={was}, not {value}"
         for group in STATE_GROUPS
-        for key, value in settings.items()
-        if key.startswith(group) and before.get(key, str(value)) != str(value)
+        for key, (was, value) in changed_settings(before, settings).items()
+        if key.startswith(group)
     ]
     return CheckpointError(f"{error}: {'; '.join(changed[:MAX_KEYS])}") if changed else error
 

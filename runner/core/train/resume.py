@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from runner.core.errors import CheckpointError, ConfigError, SecurityError
 from runner.core.execution.evaluation import evaluate
 from runner.core.findings import Choice
 from runner.core.interfaces.run import BestCriterion, Progress, Run
+from runner.core.optim.loaded_buffers import load_buffers
 from runner.core.record.text import shorten
 from runner.core.schemas.data import LOADING_KEYS
 from runner.core.train.run_state import (
@@ -30,8 +32,8 @@ from runner.core.train.run_state import (
     first_bad_step,
     named_hooks,
     note_unplanned,
+    own_generators,
     restart_best,
-    restore_random_state,
     steps_to_replay,
     weights,
 )
@@ -47,8 +49,11 @@ FITTED_KEYS = {
     "data.task": "auto",
 }
 LENGTH_KEYS = ("training.epochs", "training.steps")
-LOSS_KEYS = ("kind", "_target_", "loss", "gamma", "delta", "label_smoothing", "ignore_index")
-"""Keys of `objective` that determine the value of the loss."""
+LOSS_KEYS = (
+    *("objective.kind", "objective._target_", "objective.arguments.", "objective.loss"),
+    *("objective.gamma", "objective.delta", "objective.label_smoothing", "objective.ignore_index"),
+)
+"""Keys that determine the value of the loss, or how they begin."""
 RAISED_LR = 1.5  # times the earlier learning rate, from which a resumed run says so
 MISMATCH_ERRORS = (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError)
 """Raised by loading a state that does not fit."""
@@ -92,10 +97,10 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         if run.bad_samples is not None:
             run.bad_samples.load(state.get("bad_samples", {}))
     if trains and state["config_hash"] != run.config_hash:
-        before, after = state["settings"], comparable_settings(run.settings)
-        changed = [(k, before[k]) for k in after if before.get(k, after[k]) != after[k]]
-        run.changed_keys = [f"{key}={after[key]} (was {was})" for key, was in changed[:8]]
-        log.warning("the config differs from %s: %s", restored.path, ", ".join(run.changed_keys))
+        from runner.core.train.changed_settings import describe_changes
+
+        text, run.changed_keys = describe_changes(state["settings"], run.settings)
+        log.warning("the config differs from %s: %s", restored.path, text)
     if trains:
         _compare_criterion(run, restored.path, state)
         _find_best(run, restored.path)
@@ -125,7 +130,7 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
         run.checkpointer.prune(restored.step)
     with _translate_mismatch(restored.path):
         # last, since restoring the rest may draw random numbers
-        restore_random_state(state["random"])
+        restore_random_state(state["random"], run)
     return f"{restored.path}{links}"
 
 
@@ -154,9 +159,11 @@ def _describe_difference(
     elif before.mode != now.mode:
         texts.append(f"the {before.mode} of {before.metric}, not the {now.mode}")
     elif now.metric.startswith("val/loss"):
-        keys = [f"objective.{key}" for key in LOSS_KEYS]
-        changed = [k for k in keys if settings.get(k, after.get(k)) != after.get(k)]
-        texts += [f"of another loss ({k}={settings[k]})" for k in changed[:1]]
+        from runner.core.train.changed_settings import changed_settings
+
+        changed = changed_settings(settings, after)
+        keys = [k for k in changed if k.startswith(LOSS_KEYS)]
+        texts += [f"of another loss ({k}={changed[k][0]})" for k in keys[:1]]
     if before.validation != now.validation:
         texts.append("of other validation samples")
     return ", ".join(texts)
@@ -201,6 +208,17 @@ def inherit_best(run: Run) -> None:
         problem = run.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
+
+
+def restore_random_state(state: Mapping[str, Any], run: Run) -> None:
+    """Restore the states of the global random generators, and of the model's and objective's."""
+    for name, generator in own_generators(run).items():
+        if name in state.get("own", {}):
+            generator.set_state(state["own"][name])
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
 
 
 def load_progress(run: Run, progress: Mapping[str, Any]) -> None:
@@ -347,10 +365,11 @@ def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, A
     """Raise CheckpointError if a checkpoint without preprocessing is used with other data."""
     if restored is None:
         return
-    before, now = restored.state["settings"], comparable_settings(settings)
+    from runner.core.train.changed_settings import changed_settings
+
+    changed = changed_settings(restored.state["settings"], comparable_settings(settings))
     loading_keys = {f"data.{key}" for key in (*LOADING_KEYS, "drop_last", "shuffle")}
-    keys = {key for key in before.keys() & now.keys() if key.startswith("data.")} - loading_keys
-    differing_keys = [key for key in keys if before[key] != now[key]]
+    differing_keys = {key for key in changed if key.startswith("data.")} - loading_keys
     if differing_keys or settings["job.kind"] == "predict":
         difference = f", and {min(differing_keys)} differs" if differing_keys else ""
         problem = f"{restored.path}: does not contain preprocessing{difference}"
@@ -360,7 +379,7 @@ def check_own_data(restored: RestoredCheckpoint | None, settings: Mapping[str, A
 def load_weights(run: Run, path: Path, model: dict[str, Any], update: dict[str, Any]) -> None:
     """Load model and optimizer states; CheckpointError naming `path` if they do not fit."""
     try:
-        run.update.buffers.load(update.get("buffers", {}), model)
+        load_buffers(run.update.buffers, update.get("buffers", {}), model)
         if run.shards is None:
             run.model.load_state_dict(model)
         else:

@@ -19,6 +19,7 @@ import torch
 from runner.core.device.device_errors import is_device_error
 from runner.core.interfaces.hook import Hook
 from runner.core.interfaces.run import Progress, Run
+from runner.core.optim.buffers import named_modules
 from runner.core.preserved_state import random_state
 from runner.core.schemas.data import LIMIT_KEYS
 
@@ -109,6 +110,7 @@ def _run_state(run: Run) -> dict[str, Any]:
     if run.batch_validator is not None:  # first, as it adds to the history and the controller
         inputs = run.batch_validator.state()
         run.stability.vetoed += run.batch_validator.take_vetoed()
+    own = {name: generator.get_state() for name, generator in own_generators(run).items()}
     return {
         "progress": asdict(run.progress),
         "criterion": asdict(run.criterion),
@@ -119,7 +121,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         "stability": run.stability.state(),
         "inputs": inputs,
         "bad_samples": {} if run.bad_samples is None else run.bad_samples.state(),
-        "random": random_state(),
+        "random": {**random_state(), "own": own},
         "record": run.recorder.position(),
         "events": run.recorder.event_position(),
         "hooks": {n: text for n, hook in named_hooks(run) if (text := hook.resume_state())},
@@ -140,12 +142,14 @@ def comparable_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     return {k: str(v) for k, v in settings.items() if k not in UNCOMPARED_KEYS}
 
 
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of the global random generators."""
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
+def own_generators(run: Run) -> dict[str, torch.Generator]:
+    """Return the generators in attributes of the modules of model and objective, by name."""
+    return {
+        f"{path}.{name}": value
+        for path, module in named_modules(run.model, run.objective)
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Generator)
+    }
 
 
 def restart_best(progress: Progress, problem: str) -> None:
@@ -165,7 +169,7 @@ class LastState:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.validates = run, False
+        self.run, self.validates, self.own = run, False, own_generators(run)
         self.each_step = _calls_user_code(run)
         self.random: dict[str, Any] | None = None
         self.numpy_state, self.python_state = NumpyState(), PythonState()
@@ -196,7 +200,9 @@ class LastState:
         if self.validates:
             self.run.update.buffers.restore()
         if self.random is not None:
-            restore_random_state(self.random)
+            from runner.core.train.resume import restore_random_state  # imported only if used
+
+            restore_random_state(self.random, self.run)
         return True
 
     def _record_random(self) -> None:
@@ -204,6 +210,7 @@ class LastState:
             "torch": torch.default_generator.get_state(),
             "python": self.python_state.read(),
             "numpy": self.numpy_state.read(),
+            "own": {name: generator.get_state() for name, generator in self.own.items()},
         }
 
 

@@ -40,8 +40,7 @@ from runner.core.models.modes import enter_training
 from runner.core.preserved_state import random_state
 from runner.core.record.text import shorten
 from runner.core.security.files.policy import FilePolicy
-from runner.core.train.resume import load_progress, load_weights
-from runner.core.train.run_state import restore_random_state
+from runner.core.train.resume import load_progress, load_weights, restore_random_state
 from runner.core.train.step import make_step
 from runner.diagnose.replay.results import Attempt, non_finite_state
 
@@ -239,7 +238,7 @@ def _recompute_state(capture: Capture, config: RunConfig, components: Components
         run.stability.load(state["stability"], checkpoint.step)  # a lowered learning rate
         if run.batch_validator is not None and state.get("inputs") is not None:
             run.batch_validator.load(state["inputs"])  # which samples are excluded
-        restore_random_state(state["random"])
+        restore_random_state(state["random"], run)
         run.switch_techniques(checkpoint.step + 1)
         _run_steps(run, capture)
         model, update = run.model.state_dict(), run.update.state()
@@ -279,7 +278,7 @@ def _load_state(run: Run, capture: Capture) -> None:
         if name in capture.buffers:
             buffer.copy_(capture.buffers[name])
     load_progress(run, {**deepcopy(dict(capture.progress)), "step": capture.step - 1})
-    restore_random_state(capture.random)
+    restore_random_state(capture.random, run)
     run.switch_techniques(capture.step)
 
 

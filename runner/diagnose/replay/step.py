@@ -13,7 +13,7 @@ from runner.core.build.arguments import Loss, check_model_arguments, move_to_dev
 from runner.core.errors import CheckpointError
 from runner.core.preserved_state import preserve_random_state
 from runner.core.record.text import shorten
-from runner.core.train.run_state import restore_random_state
+from runner.core.train.resume import restore_random_state
 from runner.diagnose.replay.reopen import open_capture
 from runner.diagnose.replay.results import Cause
 from runner.diagnose.replay.trace import trace_step
@@ -53,7 +53,7 @@ def replay_step(path: str | Path, model: nn.Module, loss_fn: Loss) -> Cause:
                 if (before := device_random_state(device)) is not None:
                     scope.callback(set_device_random_state, device, before)
                 set_device_random_state(device, device_state)
-            restore_random_state(capture.random)
+            restore_random_state(capture.random, run)
             return trace_step(run, move_to_device((inputs, target), run.device.torch))
         finally:
             lazy.close()

@@ -23,7 +23,13 @@ from runner.core.build.build import Components
 from runner.core.data.collate import as_pair, stack, stack_plain
 from runner.core.data.stream import StreamDataset
 from runner.core.data.stream_loader import Position, Reader, StreamShard
-from runner.core.errors import CheckpointError, ConfigError, DataError, SecurityError
+from runner.core.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    SecurityError,
+    UsageError,
+)
 from runner.core.interfaces.run import Run
 from runner.core.schemas.data import DataConfig
 from tests import my_package, runs
@@ -85,7 +91,7 @@ def test_a_stream_that_ends_starts_over_in_the_same_batch() -> None:
     one = reader(data(my_package.Counted(10)), StreamShard())
     batches = [[round(100 * float(x[0])) for x, _ in one.read(n)] for n in range(5)]
     assert batches[2] == [8, 9, 0, 1] and [*map(len, batches)] == [4] * 5
-    assert one.at == Position(5, 1, 10)
+    assert one.at == Position(5, 1, 10, pass_items=10) and one.at.passes_read == 2
     assert [kind for kind, _ in one.notes] == ["ended"]
     assert "my_package.Stream ended after 10 samples and starts over" in one.notes[0][1]
 
@@ -239,6 +245,75 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
     assert resumed.metrics == whole.metrics and resumed.epochs == whole.epochs >= 1
     said = [x for x in caplog.messages if "were read before and had to be skipped" in x]
     assert bool(said) == (target != "Stateful") and all(text.endswith(" s") for text in said)
+
+
+class Positioned(my_package.Stateful):
+    """Starts over when it is iterated, unless a state was loaded."""
+
+    start = 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        self.taken, self.start = self.start, 0
+        yield from super().__iter__()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["taken"]
+
+
+def hugging_face(samples: int, split: str = "train") -> Any:
+    hub = pytest.importorskip("datasets")
+    offset = 0 if split == "train" else 1000
+    rows = [{"x": [(offset + n) / 100, n % 2, n % 3], "labels": n % 2} for n in range(samples)]
+    return hub.Dataset.from_list(rows).to_iterable_dataset(num_shards=3).with_format("torch")
+
+
+@pytest.mark.parametrize("kind", [
+    my_package.Stateful, Positioned, my_package.Counted, hugging_face,
+])  # fmt: skip
+def test_a_stream_object_that_is_given_is_continued_twice_as_if_never_interrupted(
+    tmp_path: Path, kind: Any
+) -> None:
+    typed = [*runs.QUICK, "training.batch_size=16", "training.steps=24", "checkpoint.every=4",
+             "data.validation_samples=24", "training.validate_every=5"]  # fmt: skip
+
+    def run_to(stop: int, folder: Path, *more: str) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        streams = [kind(70, split) for split in ("train", "validation")]
+        parts: Any = {"folder": folder, "overrides": [*typed, *more], "level": "none"}
+        parts["hooks"] = [runs.AtSteps(stop, lambda run: Verdict.STOP)]
+        model = my_package.Net(3 if kind is hugging_face else 6, 2)
+        with create_training_pipeline(model, streams[0], validation=streams[1], **parts) as made:
+            summary = made.train()
+            again = [[str(batch) for batch in made.run.validation.batches(0)] for _ in range(2)]
+            assert again[0] == again[1]
+        return summary, model.state_dict()
+
+    whole, weights = run_to(0, tmp_path / "whole")
+    run_to(9, tmp_path / "stopped")
+    for stop in (11, 0):
+        resumed, again = run_to(stop, tmp_path / "stopped", "checkpoint.resume=auto")
+    assert resumed.metrics == whole.metrics and resumed.epochs == whole.epochs
+    assert all(torch.equal(again[name], value) for name, value in weights.items())
+
+
+def test_a_stream_with_a_state_cannot_be_trained_and_validated_on_at_once() -> None:
+    stream = my_package.Stateful()
+    with pytest.raises(UsageError, match="must be another object than data"):
+        create_training_pipeline(my_package.Net(6, 2), stream, validation=stream, record=False)
+
+
+def test_passes_that_end_with_the_run_are_counted_as_epochs() -> None:
+    typed = ("+data.samples=80", "training.steps=20")
+    for workers in (0, 2):
+        with opened(*STREAM, *typed, f"data.workers={workers}", "training.batch_size=8") as run:
+            assert train(run).epochs == 2.0
+
+
+def test_a_stream_shorter_than_a_batch_is_looked_at_once() -> None:
+    source = data(my_package.Counted(10))
+    first = source.fetch(np.arange(16), None)
+    source.make = lambda: pytest.fail("opened again")
+    assert numbers_of(source.fetch(np.arange(16), None)) == numbers_of(first) == [*range(10)]
 
 
 def test_another_number_of_readers_cannot_go_on(tmp_path: Path) -> None:

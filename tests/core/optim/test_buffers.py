@@ -15,11 +15,14 @@ from runner import build, compose
 from runner.core.build.setup import Components
 from runner.core.checkpoint.finite_checks import infinite_buffers
 from runner.core.errors import ConfigError
+from runner.core.objectives.custom import CustomObjective
 from runner.core.optim.buffers import BufferSnapshot, _group_by_type, restore_where
+from runner.core.optim.loaded_buffers import load_buffers
 from runner.core.optim.optimizer import build_optimizer
 from runner.core.optim.optimizer_step import OptimizerStep
 from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.schemas.stability import StabilityConfig
+from tests.my_package import Centred
 
 from .steps import take_step
 
@@ -140,3 +143,31 @@ def test_a_flag_on_the_device_selects_between_buffers_bit_by_bit() -> None:
                 restore_where(torch.tensor(flag), buffers, copies, lists=True)
             for value, expected in zip(current, saved if flag else changed, strict=True):
                 assert torch.equal(bits(value), bits(expected))
+
+
+def test_the_buffers_of_an_objective_go_back_too_and_those_that_changed_are_saved() -> None:
+    net, loss = nn.Linear(6, 3), Centred(3)
+    optimizer = torch.optim.AdamW(net.parameters())
+    update = OptimizerStep(
+        net, optimizer, StabilityConfig(), 0.01, [1.0], objective=CustomObjective(loss, "loss")
+    )
+    target = torch.zeros(4, dtype=torch.int64)
+
+    def take(factor: float) -> bool:
+        return take_step(update, lambda: loss(net(torch.ones(4, 6) * factor), target))[1]
+
+    first = loss.average.clone()
+    assert take(math.nan) and torch.equal(loss.average, first)
+    assert update.buffers.changed() == {}
+    assert not take(1.0) and not torch.equal(loss.average, first)
+    changed = update.buffers.changed()
+    assert [*changed] == ["objective:loss.average"]
+    other = Centred(3, 2.0)
+    other.weight = torch.full((3,), 5.0)
+    snapshot = BufferSnapshot(net, torch.device("cpu"), objective=CustomObjective(other, "loss"))
+    load_buffers(snapshot, changed, {})
+    assert torch.equal(other.average, loss.average) and other.weight.tolist() == [5.0] * 3
+    assert {*other.state_dict()} == {"average", "weight"}
+    load_buffers(snapshot, {}, {})  # saved before it changed
+    assert other.average.tolist() == [2.0] * 3
+    load_buffers(BufferSnapshot(net, torch.device("cpu")), changed, {})  # of another loss

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
 import shutil
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,20 @@ import numpy as np
 import pytest
 import torch
 
-from runner import train
+from runner import build, create_training_pipeline, train
 from runner.core.build.setup import Components
 from runner.core.checkpoint.checkpointer import Checkpointer
 from runner.core.checkpoint.folder import steps
 from runner.core.errors import CheckpointError, Interrupted, SecurityError, UsageError
 from runner.core.interfaces.hook import Hook, Step
 from runner.core.interfaces.run import Run
+from runner.core.objectives.custom import CustomObjective
+from runner.core.schemas import data, models
+from runner.core.schemas.optimizer import OptimizerConfig
 from runner.core.security.paths import distrust_resumed_folder
 from runner.core.train import run_state
+from runner.core.train.changed_settings import FREE_MAPPINGS, changed_settings, describe_changes
+from tests import my_package as package
 from tests import runs
 from tests.faults.end_state import end_state, run_files
 from tests.runs import AtSteps, command, hook, interrupt, opened, rows
@@ -219,6 +226,127 @@ def test_a_longer_schedule_that_raises_the_learning_rate_says_so(
         last = 0.01 * (0.5 * (1 + math.cos(math.pi * 0.9)) if schedule == "cosine" else 0.1)
         assert f"goes from {last:.3g} back to {raised:.3g}" in said[0]
         assert f"schedule=constant optimizer.lr={last:.3g}" in said[0]
+
+
+def test_a_resumed_run_names_each_key_of_the_user_that_was_added_changed_or_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    typed = [*CANCER, "training.steps=2"]
+    before, after = "optimizer.options={eps: 1e-7}", "optimizer.options={betas: [0.5,0.9]}"
+    runs.trained(*typed, before, folder=tmp_path)
+    runs.trained(*typed, after, "training.steps=3", "checkpoint.resume=auto", folder=tmp_path)
+    changed = ["training.steps=3 (was 2)", "optimizer.options.betas=[0.5, 0.9] (was not set)",
+               "optimizer.options.eps=not set (was 1e-07)"]  # fmt: skip
+    line = next(text for text in caplog.messages if "the config differs from" in text)
+    sessions = json.loads((tmp_path / "provenance.json").read_text())["sessions"]
+    assert sorted(sessions[-1]["changed_keys"]) == sorted(changed)
+    assert all(text in line for text in changed)
+    runs.trained(*typed, "training.steps=4", "checkpoint.resume=auto", folder=tmp_path)
+    assert "optimizer.options.betas=not set (was [0.5, 0.9])" in caplog.text
+
+
+def test_keys_that_another_version_or_option_has_are_not_changed_ones() -> None:
+    before = {"data.arguments": "{}", "optimizer.lr": "0.1", "training.gone": "1", "seed": "0"}
+    after = {"data.arguments.n": 3, "optimizer.lr": 0.1, "training.new": None, "seed": 1}
+    assert changed_settings(before, after) == {"data.arguments.n": ("not set", "3"),
+                                               "seed": ("0", "1")}  # fmt: skip
+    assert describe_changes({}, {"training.new": 1}) == ("keys that its version did not have", [])
+    many = {f"optimizer.options.{n}": n for n in range(10)}
+    text, texts = describe_changes({}, many)
+    assert text.endswith("(was not set), and 2 more") and len(texts) == 10
+
+
+def test_the_mappings_of_the_users_keys_are_those_of_the_schemas() -> None:
+    groups = {"data": data.OPTIONS.values(), "model": models.OPTIONS.values(),
+              "objective": [models.ObjectiveConfig], "optimizer": [OptimizerConfig]}  # fmt: skip
+    free = {
+        f"{group}.{each.name}"
+        for group, configs in groups.items()
+        for config in configs
+        for each in fields(config)
+        if str(each.type).startswith("dict[")
+    }
+    assert free == {*FREE_MAPPINGS}
+
+
+class Noisy(torch.nn.Module):
+    """Adds noise of a generator of its own; fails once, in a forward, if asked to."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.layer, self.noise = torch.nn.Linear(4, 2), torch.Generator().manual_seed(3)
+        self.fails_at, self.forwards = fails_at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            x = x + torch.rand(x.shape, generator=self.noise)
+            self.forwards += 1
+            if self.forwards == self.fails_at:
+                raise KeyError("planted")
+        return self.layer(x)
+
+
+class FailingLoss(package.Centred):
+    """Fails once, after its average has moved."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.fails_at, self.steps = fails_at, 0
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(output, target)
+        self.steps += output.requires_grad
+        if output.requires_grad and self.steps == self.fails_at:
+            raise KeyError("planted")
+        return loss
+
+
+@pytest.mark.parametrize("failing", ["model", "loss"])
+def test_generators_of_modules_and_buffers_of_a_loss_continue_after_a_resume(
+    tmp_path: Path, failing: str
+) -> None:
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    table = x, (x[:, 0] > 0).long()
+
+    def run_to(folder: Path, fails_at: int, *more: str) -> Any:
+        torch.manual_seed(0)
+        model = Noisy(fails_at if failing == "model" else 0)
+        loss = FailingLoss(fails_at if failing == "loss" else 0)
+        typed = [*runs.QUICK, "training.steps=12", "training.batch_size=16", "checkpoint.every=5",
+                 *more]  # fmt: skip
+        with create_training_pipeline(
+            model, table, validation=table, loss_fn=loss, overrides=typed, folder=folder,
+            level="none",
+        ) as made:  # fmt: skip
+            made.train()
+        return [*model.state_dict().values(), loss.average, model.noise.get_state(),
+                loss.noise.get_state()]  # fmt: skip
+
+    whole = run_to(tmp_path / "whole", 0)
+    with pytest.raises(KeyError):
+        run_to(tmp_path / "failed", 8)
+    again = run_to(tmp_path / "failed", 0, "checkpoint.resume=auto")
+    assert all(map(torch.equal, whole, again))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_buffers_of_a_loss_continue_after_a_resume(
+    tmp_path: Path, given: bool, my_package: None
+) -> None:
+    typed = [*runs.OURS, *CANCER, "optimization=none", "checkpoint.resume=auto"]
+    typed += [] if given else ["objective._target_=my_package.Centred"]
+
+    def run_to(steps: int, folder: Path) -> list[torch.Tensor]:
+        parts = Components(objective=CustomObjective(package.Centred(), "") if given else None)
+        with build(runs.config(*typed, f"training.steps={steps}"), folder, components=parts) as run:
+            train(run)
+            objective: Any = run.objective
+            return [*run.model.state_dict().values(), objective.loss.average]
+
+    typed += ["schedule=constant"]
+    whole = run_to(9, tmp_path / "whole")
+    run_to(4, tmp_path / "run")
+    assert all(map(torch.equal, whole, run_to(9, tmp_path / "run")))
 
 
 @pytest.mark.parametrize("older", [True, False])
