@@ -293,8 +293,8 @@ def _as_list(shape: torch.Size | None) -> list[int] | None:
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether all bits are equal, so that NaN equals itself. Host sync."""
-    if a.dtype != b.dtype or a.layout is not torch.strided:
+    """Whether shapes and all bits are equal, so that NaN equals itself. Host sync."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.layout is not torch.strided:
         return False
     pair = [x.detach().to(b.device).contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return torch.equal(*pair)  # host sync: where a checkpoint is saved

@@ -1,4 +1,4 @@
-"""Constant predictions: their metrics, which a model has to beat, and a model that makes them."""
+"""Constant predictions: their metrics, which a model has to beat."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from runner.core.findings import notice
 from runner.core.format import join_names
 from runner.core.interfaces.batch import Sizes
-from runner.core.interfaces.hook import Evaluation
 from runner.core.interfaces.run import Run
 from runner.core.record.summary import unbeaten
 
@@ -20,12 +19,10 @@ log = logging.getLogger("runner")
 
 MAX_SECONDS = 0.5  # for reading the targets of a data set that does not hold them
 CHUNK = 1024  # samples read at a time
-OTHER_NAMES = {
+OTHER_NAMES = {  # of torchmetrics
     "accuracy": "Accuracy", "mse": "MeanSquaredError", "mae": "MeanAbsoluteError", "r2": "R2Score",
 }  # fmt: skip
-"""Names of torchmetrics."""
 LABEL_LOSS = "objective._target_=torch.nn.BCEWithLogitsLoss"
-CONSTANT_OUTPUT = "constant_output"
 
 
 def record_baseline(run: Run) -> None:
@@ -89,20 +86,3 @@ def _targets(source: Any, indices: np.ndarray, sizes: Sizes) -> Tensor | None:
         return None
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     return torch.cat([source.fetch(chunk, None)[1] for chunk in chunks])
-
-
-def record_constant_output(run: Run, evaluation: Evaluation) -> None:
-    """Add the fault of a model that answers alike for all samples of a validation, once a run."""
-    if CONSTANT_OUTPUT in run.history.counts:
-        return
-    classes = evaluation.confusion
-    what = "number"
-    if classes is not None:
-        number = int(classes.sum(0).argmax())
-        names = run.sizes.class_names
-        what = f"class ({names[number] if number < len(names) else number})"
-    problem = f"the model predicts one {what} for every sample of the validation set"
-    run.history.add(
-        CONSTANT_OUTPUT, problem, step=evaluation.step, category="model",
-        action="the run continues; try a lower optimizer.lr, and check inputs and targets",
-    )  # fmt: skip

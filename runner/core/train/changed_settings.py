@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.core.train.run_state import comparable_settings
-
 FREE_MAPPINGS = (
     *(f"{group}.arguments" for group in ("data", "model", "objective")),
     *("optimizer.options", "data.types", "data.date_formats"),
@@ -34,11 +32,9 @@ def changed_settings(
     return changed
 
 
-def describe_changes(
-    before: Mapping[str, str], settings: Mapping[str, Any]
-) -> tuple[str, list[str]]:
+def describe_changes(before: Mapping[str, str], after: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return what differs from a resumed run, for a message, and each key for the record."""
-    changed = changed_settings(before, comparable_settings(settings))
+    changed = changed_settings(before, after)
     texts = [f"{key}={now} (was {was})" for key, (was, now) in changed.items()]
     more = f", and {len(texts) - MAX_KEYS} more" * (len(texts) > MAX_KEYS)
     return (", ".join(texts[:MAX_KEYS]) or "keys that its version did not have") + more, texts

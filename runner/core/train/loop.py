@@ -36,7 +36,7 @@ from runner.core.record.hydra_files import adopt_resumed_config, has_files, read
 from runner.core.record.summary import FINISHED_STATUSES, Summary
 from runner.core.record.text import resume_argument, summarize_error
 from runner.core.security.secrets import redact_errors
-from runner.core.train.baseline import record_baseline, record_constant_output
+from runner.core.train.baseline import record_baseline
 from runner.core.train.evidence import build_summary, collect_evidence, record_failure
 from runner.core.train.run_state import LastState, first_bad_step, save
 from runner.core.train.step import (
@@ -413,6 +413,8 @@ def _handle_last_report(run: Run) -> None:
 def _update_best(run: Run, evaluation: Evaluation) -> tuple[bool, Verdict]:
     """Record the evaluation; return whether it is the best so far, and the hooks' verdict."""
     if evaluation.constant_output and run.progress.validated_step:  # not of a fresh model
+        from runner.core.train.constant_output import record_constant_output  # only if used
+
         record_constant_output(run, evaluation)
     hooks, verdict = run.hooks, Verdict.KEEP
     if run.monitor.startswith("user/"):

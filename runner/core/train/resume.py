@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,8 +31,8 @@ from runner.core.train.run_state import (
     first_bad_step,
     named_hooks,
     note_unplanned,
-    own_generators,
     restart_best,
+    restore_random_state,
     steps_to_replay,
     weights,
 )
@@ -99,7 +98,8 @@ def restore(run: Run, where: Path | None, trains: bool = True) -> str:
     if trains and state["config_hash"] != run.config_hash:
         from runner.core.train.changed_settings import describe_changes
 
-        text, run.changed_keys = describe_changes(state["settings"], run.settings)
+        after = comparable_settings(run.settings)
+        text, run.changed_keys = describe_changes(state["settings"], after)
         log.warning("the config differs from %s: %s", restored.path, text)
     if trains:
         _compare_criterion(run, restored.path, state)
@@ -208,17 +208,6 @@ def inherit_best(run: Run) -> None:
         problem = run.broadcast_choice(copy)
         if problem:
             restart_best(run.progress, f"cannot be copied ({problem})")
-
-
-def restore_random_state(state: Mapping[str, Any], run: Run) -> None:
-    """Restore the states of the global random generators, and of the model's and objective's."""
-    for name, generator in own_generators(run).items():
-        if name in state.get("own", {}):
-            generator.set_state(state["own"][name])
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(state["numpy"])
 
 
 def load_progress(run: Run, progress: Mapping[str, Any]) -> None:

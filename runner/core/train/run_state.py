@@ -152,6 +152,17 @@ def own_generators(run: Run) -> dict[str, torch.Generator]:
     }
 
 
+def restore_random_state(state: Mapping[str, Any], run: Run) -> None:
+    """Restore the states of the global random generators, and of the model's and objective's."""
+    for name, generator in own_generators(run).items():
+        if name in state.get("own", {}):
+            generator.set_state(state["own"][name])
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+
+
 def restart_best(progress: Progress, problem: str) -> None:
     """Forget the best value so far, which has a `problem`; patience starts over, too."""
     if progress.best is not None:
@@ -200,8 +211,6 @@ class LastState:
         if self.validates:
             self.run.update.buffers.restore()
         if self.random is not None:
-            from runner.core.train.resume import restore_random_state  # imported only if used
-
             restore_random_state(self.random, self.run)
         return True
 

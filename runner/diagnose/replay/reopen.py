@@ -40,7 +40,8 @@ from runner.core.models.modes import enter_training
 from runner.core.preserved_state import random_state
 from runner.core.record.text import shorten
 from runner.core.security.files.policy import FilePolicy
-from runner.core.train.resume import load_progress, load_weights, restore_random_state
+from runner.core.train.resume import load_progress, load_weights
+from runner.core.train.run_state import restore_random_state
 from runner.core.train.step import make_step
 from runner.diagnose.replay.results import Attempt, non_finite_state
 

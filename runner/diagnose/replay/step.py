@@ -13,7 +13,7 @@ from runner.core.build.arguments import Loss, check_model_arguments, move_to_dev
 from runner.core.errors import CheckpointError
 from runner.core.preserved_state import preserve_random_state
 from runner.core.record.text import shorten
-from runner.core.train.resume import restore_random_state
+from runner.core.train.run_state import restore_random_state
 from runner.diagnose.replay.reopen import open_capture
 from runner.diagnose.replay.results import Cause
 from runner.diagnose.replay.trace import trace_step
