@@ -277,7 +277,8 @@ class LazyRun(Closeable):
             prefixes = {".".join(key.split(".")[:length]) for length in (1, 2, 3)}
             if prefixes & {*RUN_KEYS}:
                 raise UsageError(f"{self.caller}: {text} has no effect: {USE_PIPELINE}")
-            if self.optimizer is None and prefixes & {*LOOP_KEYS}:
+            is_for_loops = prefixes & {*LOOP_KEYS} and key != "optimizer.freeze"
+            if self.optimizer is None and is_for_loops:
                 raise UsageError(f"{self.caller}: {text} has no effect: {USE_LOOP}")
         # report mistakes now, since a batch may come much later
         device = device_of(self.model) if self.device is None else self.device

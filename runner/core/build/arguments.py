@@ -31,6 +31,7 @@ from runner.core.optim.optimizer import Optimizer, incompatibility, sparse_embed
 from runner.core.record.text import shorten
 
 Loss = Callable[[Any, Any], Tensor]
+METRIC_KEYS = ("objective.metrics", "objective.ignore_index")
 ACTING_KEYS = ("optimizer.ema", "optimizer.ema_warmup", "optimizer.freeze")
 """Keys of the optimizer's group that act on a given optimizer, too."""
 SPLIT_KEYS = ("validation", "split", "folds", "fold")
@@ -205,7 +206,7 @@ def check_model_arguments(
             part = group
         elif optimizer is not None and group in ("optimizer", "schedule"):
             part = "" if key in ACTING_KEYS else "optimizer"
-        elif loss_fn is not callable and group == "objective" and key != "objective.metrics":
+        elif loss_fn is not callable and group == "objective" and key not in METRIC_KEYS:
             part = "loss_fn"
         if part:
             raise UsageError(f"{caller}: {text} has no effect, as {part} is given; leave it out")

@@ -21,11 +21,13 @@ def describe_lengths(setup: Setup, run: Run) -> list[Choice]:
         reason = f"longer than the run, {steps:,} steps: it does not reach optimizer.lr"
         choices.append(notice("schedule.warmup", f"{warmup:g}", reason))
     samples = run.largest_local_batch(run.train.batch_size)
+    is_ours = type(run.objective).__module__.startswith("runner.") and not run.objective.from_model
+    is_ours = is_ours and run.objective.loss_name is None  # then it is known to be a mean
     has_batch_norm = any(isinstance(m, _BatchNorm) for m in run.model.modules())
     if has_batch_norm and run.micro_batch < samples:
         reason = f"BatchNorm normalises each micro-batch by itself: not the training of {samples}"
         choices.append(notice(MICRO_BATCH, run.micro_batch, reason))
-    elif run.micro_batch < samples and not run.validation.is_stream:
+    elif run.micro_batch < samples and not run.validation.is_stream and not is_ours:
         safe = large_parameters(run.model)
         with preserve_state(run.model, run.objective, device=run.device.torch, safe=safe):
             obstacle = find_split_obstacle(run)

@@ -65,8 +65,8 @@ class Dataset(ABC):
         labels = self.labels()
         if labels is None or not self.sizes.classes:
             return None
-        trained = labels[self.train]  # negative labels carry no class
-        return np.bincount(trained[trained >= 0], minlength=self.sizes.classes)
+        trained, classes = labels[self.train], self.sizes.classes  # other labels carry no class
+        return np.bincount(trained[trained >= 0], minlength=classes)[:classes]
 
     def match_dtype(self, model: Any) -> tuple[Choice, ...]:
         """Let later fetches return floats in the dtype of the weights; return the choices."""

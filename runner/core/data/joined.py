@@ -44,6 +44,8 @@ class JoinedDataset(UserDataset):
     def part(self, rows: Sequence[int]) -> tuple[Any, int]:
         """Return the data set that has these samples, and the index of its first one."""
         held_out = rows[0] >= self.first_held_out
+        if any((row >= self.first_held_out) != held_out for row in rows):
+            raise IndexError("a batch has samples of both data sets")
         return self.parts[held_out], self.first_held_out if held_out else 0
 
     def collate_of(self, rows: Sequence[int]) -> Callable[[list[Any]], Any] | None:

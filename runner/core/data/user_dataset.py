@@ -68,6 +68,8 @@ class UserDataset(Dataset):
                 problem = f"{name} has no {method}, so its samples cannot be fetched by index"
                 fix = "define __len__ and __getitem__ (map-style), or __iter__ (a stream)"
                 raise ConfigError("data._target_", problem, fix)
+        if not len(dataset):
+            raise DataError(f"{name}: 0 samples; training and validation need at least one each")
         self.dataset, self.name = dataset, name
         self.collate, self.targets = find_collate(dataset), opening.targets
         self.generators = find_generators(dataset)

@@ -41,10 +41,14 @@ class BufferSnapshot:
             for name, buffer, persistent in self._named_buffers()
             if buffer is not None
         }
+        parts = [*named_modules(model, objective)]
+        own = [b for path, m in parts if path.startswith(OBJECTIVE) for b in m.buffers(False)]
+        if sum(b.numel() * b.element_size() for b in own) > MAX_COPIED_BYTES // 16:
+            parts = [*model.named_modules()]  # others are saved, but not copied in each step
         # a scripted module returns a view, not a dict; its buffers are not replaced
         self.buffer_dicts = [
             dict(m._buffers.items()) if isinstance(m, torch.jit.ScriptModule) else m._buffers
-            for _, m in named_modules(model, objective)
+            for _, m in parts
         ]
         self._save_all()
 
@@ -171,7 +175,8 @@ class BufferSnapshot:
             shape, value = self.initial.get(name, (None, None))
             buffer, persistent = now.get(name, (None, True))
             new_shape = None if buffer is None else buffer.shape
-            entry = {"was": _as_list(shape), "shape": _as_list(new_shape)}
+            shapes = ("was", shape), ("shape", new_shape)
+            entry: dict[str, Any] = {k: None if s is None else [*s] for k, s in shapes}
             if buffer is not None and not persistent:
                 if value is None or shape != new_shape or not same_values(value, buffer):
                     changed[name] = {**entry, "value": buffer}
@@ -288,10 +293,6 @@ def named_modules(model: nn.Module, objective: object) -> Iterator[tuple[str, nn
             yield from part.named_modules(seen, f"{OBJECTIVE}{name}")
 
 
-def _as_list(shape: torch.Size | None) -> list[int] | None:
-    return None if shape is None else [*shape]
-
-
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Whether shapes and all bits are equal, so that NaN equals itself. Host sync."""
     if a.dtype != b.dtype or a.shape != b.shape or a.layout is not torch.strided:
@@ -343,10 +344,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_writable(buffer: Tensor | None) -> bool:
-    """Whether the buffer is not None, and no two of its elements share memory."""
+    """Whether the buffer is dense, and no two of its elements share memory."""
     if buffer is None:
         return False
-    return buffer.layout is not torch.strided or not any(
+    return buffer.layout is torch.strided and not any(
         stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )
 

@@ -12,12 +12,15 @@ from runner.core.record.storage import link_refusal, open_folder, remove_folder,
 
 
 @contextmanager
-def private_folder(folder: Path) -> Iterator[Path]:
+def private_folder(folder: Path, owned: bool = False) -> Iterator[Path]:
     """Yield a new folder for a library that opens files itself; they move to `folder` at the end.
 
-    `folder` is created if it is missing. After an exception the files are deleted.
+    `folder` is created if it is missing. After an exception the files are deleted; if `folder` is
+    `owned` by this process, so are those of one that was killed.
     """
     with open_folder(folder, create=True) as descriptor:
+        for leftover in folder.glob(".tmp-*") if owned else ():
+            shutil.rmtree(leftover.name, ignore_errors=True, dir_fd=descriptor)
         name = f".tmp-{os.urandom(8).hex()}"
         os.mkdir(name, 0o700, dir_fd=descriptor)
         try:

@@ -62,8 +62,7 @@ def baseline_metrics(run: Run) -> dict[str, float]:
     trained, validated = (x.double().reshape(len(x), -1) for x in (trained, validated))
     is_said = any(LABEL_LOSS in choice.reason for choice in run.choices)
     if "val/mse" in run.progress.metrics and not is_said and bool((trained == trained.ne(0)).all()):
-        reason = f"all targets are 0 or 1; for labels use {LABEL_LOSS}"
-        run.choices.append(notice("objective", "regression", reason))
+        run.choices.append(notice("objective", "regression", f"labels 0 and 1 need {LABEL_LOSS}"))
     squares = (validated - trained.mean(0)).square()
     mse, median = float(squares.mean()), torch.from_numpy(np.median(trained.numpy(), axis=0))
     values = {"mse": mse, "rmse": mse**0.5, "mae": float((validated - median).abs().mean())}

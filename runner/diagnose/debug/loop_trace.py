@@ -79,7 +79,7 @@ def _wait_for_gpu() -> None:
 
 def _write(target: Path, profiler: Any, seconds: float) -> None:
     try:
-        with private_folder(target) as temporary:
+        with private_folder(target, owned=True) as temporary:
             profiler.export_chrome_trace(str(temporary / TRACE_FILE))
         replace_text(target / REPORT_FILE, _report(profiler, seconds))
     except OSError as error:

@@ -207,7 +207,7 @@ class MemoryTool(DebugTool):
         if run.device.kind != "cuda" or not self.config.memory.snapshot or run.folder is None:
             return
         try:
-            with private_folder((run.folder / SNAPSHOT).parent) as folder:
+            with private_folder((run.folder / SNAPSHOT).parent, owned=True) as folder:
                 path = str(folder / Path(SNAPSHOT).name)
                 torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
         except (OSError, RuntimeError) as error:

@@ -311,7 +311,7 @@ class ProfileTool(DebugTool):
             return
         name = f"step_{self.named_step:08d}.json.gz"
         try:
-            with private_folder(run.folder / TRACE_FOLDER) as folder:
+            with private_folder(run.folder / TRACE_FOLDER, owned=True) as folder:
                 window.profiler.export_chrome_trace(str(folder / name))
             self.trace_file = f"{TRACE_FOLDER}/{name}"
         except OSError as error:

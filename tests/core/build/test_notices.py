@@ -77,12 +77,12 @@ def test_a_loss_whose_micro_batches_have_another_gradient_is_named(
 ) -> None:
     """A weighted mean divides by the weights of the samples in it."""
     objective = CustomObjective(torch.nn.CrossEntropyLoss(weights), "weighted", "loss_fn")
-    typed = "data=cancer", "training.steps=1", "training.micro_batch=16"
+    typed = "data=cancer", "training.steps=1", "training.micro_batch=11"
     with opened(*typed, given=Components(objective=objective)) as run:
         assert [choice.key for choice in run.choices if choice.is_notice] == (
             [] if weights is None else ["training.micro_batch"]
         )
-    is_said = "training.micro_batch: 16: the loss is not a mean over samples" in caplog.text
+    is_said = "training.micro_batch: 11: the loss is not a mean over samples" in caplog.text
     assert is_said is (weights is not None)
 
 

@@ -171,3 +171,18 @@ def test_the_buffers_of_an_objective_go_back_too_and_those_that_changed_are_save
     load_buffers(snapshot, {}, {})  # saved before it changed
     assert other.average.tolist() == [2.0] * 3
     load_buffers(BufferSnapshot(net, torch.device("cpu")), changed, {})  # of another loss
+
+
+def test_buffers_of_a_loss_may_be_sparse_and_large_ones_are_not_copied_in_each_step() -> None:
+    class Loss(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.register_buffer("graph", torch.eye(3).to_sparse())
+            self.register_buffer("bank", torch.zeros(size))
+
+    for size, copies in ((4, 1), (2**23, 0)):
+        snapshot = BufferSnapshot(nn.Linear(2, 2), torch.device("cpu"), objective=Loss(size))
+        snapshot.save()
+        snapshot.restore(torch.ones(()))
+        assert len(snapshot.saved) == copies
+        assert set(snapshot.initial) == {"objective:.graph", "objective:.bank"}

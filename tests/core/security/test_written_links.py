@@ -225,6 +225,12 @@ def test_a_library_writes_into_a_new_folder_and_its_files_replace_links(folder: 
         (private / "file").write_text("half")
         raise ValueError("failed")
     assert contents(folder) == {"file": b"ours", "sub": None, "sub/inner": b"ours"}
+    (folder / ".tmp-of-a-killed-run").mkdir()
+    with private_folder(folder):
+        assert (folder / ".tmp-of-a-killed-run").is_dir()  # it may be another process's
+    with private_folder(folder, owned=True):
+        pass
+    assert contents(folder) == {"file": b"ours", "sub": None, "sub/inner": b"ours"}
 
 
 def test_a_database_is_refused_if_it_or_a_file_beside_it_is_a_link(folder: Path) -> None:

@@ -108,7 +108,7 @@ def test_labels_of_0_and_1_that_are_trained_as_numbers_are_said_to_be(
     data = torch.utils.data.TensorDataset(x, (x[:, :3] > 0).float())
     choices = summary_of(data, nn.Linear(4, 3), typed, "training.steps=2").choices
     said = [choice.reason for choice in choices if choice.is_notice]
-    assert said == ["all targets are 0 or 1; for labels use " + LABEL_LOSS] * is_said
+    assert said == ["labels 0 and 1 need " + LABEL_LOSS] * is_said
 
 
 def test_a_metric_equal_to_its_baseline_does_not_beat_it_and_the_best_of_the_monitored_counts() -> (
