@@ -121,7 +121,7 @@ def _run_state(run: Run) -> dict[str, Any]:
         "stability": run.stability.state(),
         "inputs": inputs,
         "bad_samples": {} if run.bad_samples is None else run.bad_samples.state(),
-        "random": {**random_state(), "own": own},
+        "random": random_state() | ({"own": own} if own else {}),
         "record": run.recorder.position(),
         "events": run.recorder.event_position(),
         "hooks": {n: text for n, hook in named_hooks(run) if (text := hook.resume_state())},
