@@ -384,7 +384,7 @@ class TableProblems:
     unreadable: dict[str, str] = field(default_factory=dict)  # columns and their types
     kinds: dict[str, tuple[str, list[int]]] = field(default_factory=dict)  # the first text; rows
     has_bad_target: bool = False  # or another cell that each row needs
-    has_bad_cells: bool = False  # of a column that can be left out
+    has_bad_cells: bool = False  # of any column
 
     def __post_init__(self) -> None:
         bad = self.config.bad_samples is BadSamples.drop
@@ -435,7 +435,7 @@ class TableProblems:
         for row, text in problems.items():
             rows.setdefault(row, text)
             self.has_bad_target |= text.startswith(needed)
-            self.has_bad_cells |= text.startswith(", column") and not text.startswith(needed)
+            self.has_bad_cells |= text.startswith(", column")
             if not self.drops[key]:
                 kind = re.sub(": .* is ", ": is ", text)
                 self.kinds.setdefault(kind, (text, []))[1].append(row)
