@@ -34,7 +34,7 @@ CHOSEN = ["--config-dir=theirs", "experiment=own"]
 TRUSTED = "security.trusted=[my_package]"
 REFERENCES = [f"${{optimizer.options.a{i}}}" for i in range(8)]
 GROWING = "".join(f"    a{i + 1}: '{one * 12}'\n" for i, one in enumerate(REFERENCES))
-TREES = "".join(f"    a{i + 1}: [{f'{one},' * 12}]\n" for i, one in enumerate(REFERENCES))
+TREES = "".join(f"    a{i + 1}:\n" + f"    - {one}\n" * 12 for i, one in enumerate(REFERENCES))
 BASE_60 = ("1:1:1", "1:20:30.5", "-1:30", "[2, 10:30]")
 BOMBS = {
     "references to text": f"optimizer:\n  options:\n    a0: {'x' * 40}\n{GROWING}",
