@@ -57,18 +57,17 @@ NOT_FOR_A_MODEL = {
     **NOT_FOR_A_LOOP,
     "cuda_graphs": f"each call would overwrite the last one's outputs and gradients; {USE_LOOP}",
 }
-# keys, and groups of keys, of what only a whole run has
-RUN_KEYS = (
-    *"benchmark checkpoint checks data debug evaluate job objective predict replay scan".split(),
-    *"search stability.spike stability.watch sweep verify".split(),
-    *(f"training.{key}" for key in "epochs monitor monitor_mode patience sanity".split()),
-    *("training.validate_every", "optimizer.ema", "optimizer.ema_warmup"),
-    *(
-        f"stability.{key}"
-        for key in "max_consecutive_skips max_rollbacks rollback_lr_factor".split()
-    ),
+RUN_KEYS = frozenset(
+    """
+    benchmark checkpoint checks data debug evaluate job objective predict replay scan search sweep
+    verify optimizer.ema optimizer.ema_warmup stability.max_consecutive_skips
+    stability.max_rollbacks stability.rollback_lr_factor stability.spike stability.watch
+    training.epochs training.monitor training.monitor_mode training.patience training.sanity
+    training.validate_every
+    """.split()
 )
-LOOP_KEYS = ("optimizer", "schedule", "stability")
+"""Keys, and groups of them, of what only a whole run has."""
+LOOP_KEYS = {"optimizer", "schedule", "stability"}
 QUIET_OVERRIDES = ("monitoring=quiet", "checkpoint=off", "training.epochs=null")
 MANY_STEPS = 1_000_000  # default for `steps`: compiling pays back
 
@@ -275,9 +274,9 @@ class LazyRun(Closeable):
         )
         for text, key in check_overrides(self.caller, self.overrides):
             prefixes = {".".join(key.split(".")[:length]) for length in (1, 2, 3)}
-            if prefixes & {*RUN_KEYS}:
+            if prefixes & RUN_KEYS:
                 raise UsageError(f"{self.caller}: {text} has no effect: {USE_PIPELINE}")
-            is_for_loops = prefixes & {*LOOP_KEYS} and key != "optimizer.freeze"
+            is_for_loops = prefixes & LOOP_KEYS and key != "optimizer.freeze"
             if self.optimizer is None and is_for_loops:
                 raise UsageError(f"{self.caller}: {text} has no effect: {USE_LOOP}")
         # report mistakes now, since a batch may come much later

@@ -231,3 +231,10 @@ def test_a_mistake_names_the_argument_and_the_fix(net: nn.Module) -> None:
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_parameters_that_the_config_freezes_are_frozen(net: nn.Module) -> None:
+    with optimize(
+        net, "none", example=torch.randn(4, 64), overrides=["optimizer.freeze=[1.weight]"]
+    ):
+        assert not next(net.parameters()).requires_grad

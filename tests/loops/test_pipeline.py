@@ -272,6 +272,7 @@ def test_integers_of_any_shape_are_classes_if_that_is_typed() -> None:
             UsageError,
             "label_smoothing=0.1 has no effect, as loss_fn is given",
         ),
+        ({"data": Subset(TensorDataset(torch.zeros(4, 64)), [])}, DataError, "0 samples; training"),
         ({"hooks": [Hook]}, UsageError, "hooks must be a list of runner.Hook instances"),
         ({"hooks": Hook()}, UsageError, "hooks must be a list of runner.Hook instances"),
     ],
@@ -390,3 +391,15 @@ def test_data_split_stratified_holds_out_the_same_share_of_each_class(make: Any)
     assert by_default == held_out(data, "data.split=random") != held_out(data, stratified)
     with pytest.raises(ConfigError, match="stratified needs classes.*attribute `targets`"):
         held_out(make(torch.randn(100, 4), torch.randn(100)), "data.split=stratified")
+
+
+def test_labels_that_are_ignored_are_no_class_and_the_key_acts_on_metrics_of_a_given_loss() -> None:
+    x, y = torch.randn(60, 4), torch.arange(60) % 3
+    for ignored, typed in ((255, []), (0, ["objective.metrics=[Accuracy]"])):
+        labels = torch.where(torch.arange(60) % 5 == 0, ignored, y)
+        loss = nn.CrossEntropyLoss(ignore_index=ignored) if typed else None
+        overrides = [*runs.QUICK, "training.steps=1", f"objective.ignore_index={ignored}", *typed]
+        with create_training_pipeline(
+            nn.Linear(4, 3), (x, labels), loss_fn=loss, record=False, overrides=overrides
+        ) as pipeline:
+            assert pipeline.run.sizes.classes == 3
